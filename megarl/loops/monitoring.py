@@ -52,11 +52,11 @@ class RunMonitor:
 
     async def _start_monitor(self) -> RunMetrics:
         # Imported here: aiohttp takes a while to import, and few runs need it.
-        from megarl.serving.monitor import EngineLoad, Monitor, registry_of
+        from megarl.serving.monitor import EngineLoad, Monitor, make_registry
         from megarl.tracking.live.prometheus import RunMetrics
 
         metrics = RunMetrics(self._recipe.name, self._recipe.train.steps, lambda: self._folder.status)
-        monitor = Monitor(self._recipe.monitor, registry_of(metrics, EngineLoad(self._engine_load)), metrics.health)
+        monitor = Monitor(self._recipe.monitor, make_registry(metrics, EngineLoad(self._engine_load)), metrics.health)
         await monitor.start()
         self._stack.push_async_callback(monitor.close)
         self._address = monitor.base_url

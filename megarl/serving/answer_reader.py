@@ -15,19 +15,19 @@ from megarl.types import Caller, Completion
 
 async def read_chat(
     codec: Codec,
-    number: int,
+    call_number: int,
     call: ModelCall,
     conversation: Conversation,
     stops: Sequence[str],
     caller: Caller,
-    continued: int | None,
+    continued_number: int | None,
 ) -> Answer:
     """Return the answer to a conversation. `stops` are the request's stop strings."""
     # Parsed from tokens: special tokens mark reasoning and tool calls.
-    decoded = await codec.parse_completion(call, conversation.tools, number)
+    decoded = await codec.parse_completion(call, conversation.tools, call_number)
     turn = decoded.turn
     return Answer(
-        number,
+        call_number,
         call,
         text=_cut_at_stop(turn.text, call.completion, stops),
         completion_text=decoded.full_text,
@@ -36,15 +36,15 @@ async def read_chat(
         reasoning=turn.reasoning,
         calls=_format_calls(turn),
         caller=caller,
-        continued=continued,
+        continued=continued_number,
     )
 
 
-async def read_text(codec: Codec, number: int, call: ModelCall, stops: Sequence[str], caller: Caller) -> Answer:
+async def read_text(codec: Codec, call_number: int, call: ModelCall, stops: Sequence[str], caller: Caller) -> Answer:
     """Return the completion of a text. `stops` are the request's stop strings."""
-    decoded = await codec.parse_completion(call, (), number)
+    decoded = await codec.parse_completion(call, (), call_number)
     return Answer(
-        number,
+        call_number,
         call,
         text=_cut_at_stop(decoded.full_text, call.completion, stops),
         completion_text=decoded.full_text,

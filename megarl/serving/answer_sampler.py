@@ -13,7 +13,7 @@ from megarl.serving.answers import Answer
 from megarl.serving.codec import Codec
 from megarl.serving.conversation import Conversation
 from megarl.serving.history import Answered, AnsweredText, History
-from megarl.serving.session_journal import SessionJournal, request_facts
+from megarl.serving.session_journal import SessionJournal, make_request_facts
 from megarl.serving.session_sampler import SessionSampler
 from megarl.types import Caller, SamplingSettings
 
@@ -44,7 +44,7 @@ class AnswerSampler:
         self._history = History()
 
     def remember_chat(self, conversation: Conversation, answer: Answer) -> None:
-        answered_conversation = conversation.followed_by([answer.message])
+        answered_conversation = conversation.with_messages([answer.message])
         token_ids = answer.call.token_ids.astype(np.int32)
         self._history.add(Answered(answered_conversation, token_ids, answer.number))
 
@@ -53,7 +53,7 @@ class AnswerSampler:
             token_ids = answer.call.token_ids.astype(np.int32)
             self._history.add_text(AnsweredText(prompt + answer.text, token_ids, answer.number))
 
-    async def prompt(self, conversation: Conversation) -> NDArray[np.int32]:
+    async def make_prompt(self, conversation: Conversation) -> NDArray[np.int32]:
         """Return a conversation's prompt tokens [prompt]. They begin with those of an earlier answer that it continues.
 
         Raises RequestError if the conversation or its tools are invalid, or if the prompt is too long.
@@ -61,19 +61,21 @@ class AnswerSampler:
         self._codec.check_tools(conversation.tools)
         return await self._make_prompt_tokens(conversation, self._history.find(conversation))
 
-    async def _make_prompt_tokens(self, conversation: Conversation, answered: Answered | None) -> NDArray[np.int32]:
-        """Return a conversation's prompt tokens [prompt]. They begin with the tokens of `answered`, its earlier
+    async def _make_prompt_tokens(
+        self, conversation: Conversation, earlier_answer: Answered | None
+    ) -> NDArray[np.int32]:
+        """Return a conversation's prompt tokens [prompt]. They begin with the tokens of `earlier_answer`, its earlier
         part.
         """
         # Appending to recorded tokens keeps a trajectory one sequence. Rendering again could change the tokens.
-        if answered is None:
-            return await self._codec.opening(conversation)
-        new_messages = conversation.messages[len(answered.conversation.messages) :]
-        return await self._codec.extend(answered.token_ids, new_messages, conversation.tools)
+        if earlier_answer is None:
+            return await self._codec.encode_opening(conversation)
+        new_messages = conversation.messages[len(earlier_answer.conversation.messages) :]
+        return await self._codec.append_messages(earlier_answer.token_ids, new_messages, conversation.tools)
 
     async def answer_chat(
         self,
-        number: int,
+        call_number: int,
         conversation: Conversation,
         sampling: SamplingSettings,
         caller: Caller,
@@ -91,8 +93,8 @@ class AnswerSampler:
         token_ids = await self._make_prompt_tokens(conversation, earlier_answer)
         continued_number = None if earlier_answer is None else earlier_answer.number
         num_known_messages = 0 if earlier_answer is None else len(earlier_answer.conversation.messages)
-        self._note_request(
-            number,
+        self._journal_request(
+            call_number,
             digest=request_digest,
             caller=caller,
             continued=continued_number,
@@ -101,18 +103,18 @@ class AnswerSampler:
             # A continuing conversation has the same tools.
             tools=conversation.tools if earlier_answer is None else (),
         )
-        call = await self._sampler.sample(self._name, number, token_ids, sampling)
-        return await read_chat(self._codec, number, call, conversation, sampling.stop, caller, continued_number)
+        call = await self._sampler.sample(self._name, call_number, token_ids, sampling)
+        return await read_chat(self._codec, call_number, call, conversation, sampling.stop, caller, continued_number)
 
     async def answer_text(
         self,
-        number: int,
+        call_number: int,
         prompt: str | NDArray[np.int32],
         sampling: SamplingSettings,
         caller: Caller,
         request_digest: bytes,
     ) -> Answer:
-        """Sample a completion of a prompt for request `number`. It reuses the token ids of an earlier text.
+        """Sample a completion of a prompt for request `call_number`. It reuses the token ids of an earlier text.
 
         `request_digest` identifies repeats. It is written to the journal, and so is `caller`.
         """
@@ -126,17 +128,17 @@ class AnswerSampler:
             token_ids = np.concatenate([continued_text.token_ids, added_ids])
         else:
             token_ids = await self._codec.encode_text(prompt)
-        self._note_request(
-            number,
+        self._journal_request(
+            call_number,
             digest=request_digest,
             caller=caller,
             continued=continued_number,
             sampling=sampling,
             text=prompt if isinstance(prompt, str) else None,
         )
-        call = await self._sampler.sample(self._name, number, token_ids, sampling)
-        return await read_text(self._codec, number, call, sampling.stop, caller)
+        call = await self._sampler.sample(self._name, call_number, token_ids, sampling)
+        return await read_text(self._codec, call_number, call, sampling.stop, caller)
 
-    def _note_request(self, number: int, **facts: Any) -> None:
+    def _journal_request(self, number: int, **facts: Any) -> None:
         if self._journal is not None:
-            self._journal.record_request(f"{self._name}.{number}", request_facts(number, **facts))
+            self._journal.record_request(f"{self._name}.{number}", make_request_facts(number, **facts))

@@ -25,14 +25,14 @@ least 3 s.
 class AnswerSender:
     """Waits for the answers of model calls, sends them to clients, and records which answers a client has.
 
-    `hold_seconds`: after them, a client without a stream gets an error, and repeats its request.
+    A client without a stream gets an error after `max_wait_seconds`, and then repeats its request.
     """
 
     def __init__(
-        self, server: HttpServer, codec: Codec, notices: FirstOfEachKind, *, model: str, hold_seconds: float
+        self, server: HttpServer, codec: Codec, notices: FirstOfEachKind, *, model: str, max_wait_seconds: float
     ) -> None:
         self._server, self._codec, self._notices = server, codec, notices
-        self._model, self._hold_seconds = model, hold_seconds
+        self._model, self._max_wait_seconds = model, max_wait_seconds
 
     async def send(
         self,
@@ -45,17 +45,17 @@ class AnswerSender:
     ) -> web.StreamResponse:
         """Wait for a model call's answer, and send it to the client, as a whole or as a stream."""
         reply = dialect.reply(f"{session.name}.{call.number}", self._model, parameters, body)
-        with session.waiting(call):
+        with session.count_waiting(call):
             if parameters.is_streamed:
                 response = await self._stream(request, session, call, parameters, reply)
             else:
                 # Answer before the client's timeout (600 s in OpenAI's clients). Its retry then joins the same call.
-                answer = await session.answer(call, self._hold_seconds)
+                answer = await session.wait_for_answer(call, self._max_wait_seconds)
                 if answer is None:
                     raise RequestError(
                         "the answer is not ready yet; send the same request again", status=503, retry_after=1
                     )
-                tokens = await self._tokens(answer, parameters)
+                tokens = await self._list_tokens(answer, parameters)
                 session.remember(call)
                 response = web.json_response(reply.make_body(answer, tokens))
                 # Written here. aiohttp writes after this method, and would count a lost client as served.
@@ -80,7 +80,7 @@ class AnswerSender:
 
         An error in the first `KEEP_ALIVE_SECONDS` is sent as an HTTP status, because the stream has not begun.
         """
-        answer = await session.answer(call, KEEP_ALIVE_SECONDS)
+        answer = await session.wait_for_answer(call, KEEP_ALIVE_SECONDS)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         try:
@@ -88,8 +88,8 @@ class AnswerSender:
             while answer is None:
                 # Proxies and clients close silent connections.
                 await response.write(reply.waiting())
-                answer = await session.answer(call, KEEP_ALIVE_SECONDS)
-            tokens = await self._tokens(answer, parameters)
+                answer = await session.wait_for_answer(call, KEEP_ALIVE_SECONDS)
+            tokens = await self._list_tokens(answer, parameters)
             session.remember(call)
             for event in reply.events(answer, tokens):
                 await response.write(event)
@@ -107,14 +107,14 @@ class AnswerSender:
 
         Raises ConnectionResetError if the client is gone.
         """
-        session.deliver(call)
+        session.record_delivery(call)
         try:
-            await self._server.watch_delivery(request, lambda: session.withdraw(call))
+            await self._server.watch_delivery(request, lambda: session.withdraw_delivery(call))
         except ConnectionError:
-            session.withdraw(call)
+            session.withdraw_delivery(call)
             raise
 
-    async def _tokens(self, answer: Answer, parameters: RequestParameters) -> list[str] | None:
+    async def _list_tokens(self, answer: Answer, parameters: RequestParameters) -> list[str] | None:
         if not parameters.has_logprobs:
             return None
-        return await self._codec.tokens(answer.call.completion.token_ids)
+        return await self._codec.list_token_texts(answer.call.completion.token_ids)

@@ -52,28 +52,28 @@ class Codec:
         # One thread only: the tokenizer is never used twice at once.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="endpoint_codec")
 
-    async def opening(self, conversation: Conversation) -> NDArray[np.int32]:
+    async def encode_opening(self, conversation: Conversation) -> NDArray[np.int32]:
         """Return the token ids [prompt] of a conversation without earlier answers.
 
         Raises RequestError if the chat template refuses the messages, or if the prompt is too long.
         """
         messages, tools = conversation.messages, conversation.tools
-        return await self._in_thread(lambda: self._dialogue.opening(messages, tools), messages)
+        return await self._run_in_thread(lambda: self._dialogue.opening(messages, tools), messages)
 
-    async def extend(
+    async def append_messages(
         self, token_ids: NDArray[np.int32], messages: Sequence[Message], tools: Sequence[ToolSchema]
     ) -> NDArray[np.int32]:
         """Append the tokens of later `messages` to `token_ids` [tokens], which end with an assistant's turn.
 
-        Raises RequestError as `opening`.
+        Raises RequestError as `encode_opening`.
         """
-        added_ids = await self._in_thread(lambda: self._dialogue.observation(token_ids, messages, tools), messages)
+        added_ids = await self._run_in_thread(lambda: self._dialogue.observation(token_ids, messages, tools), messages)
         return np.concatenate([token_ids, added_ids])
 
     async def encode_text(self, text: str) -> NDArray[np.int32]:
         """Return the token ids [tokens] of a text prompt. Names of special tokens in it become special tokens."""
         messages = ({"role": "user", "content": text},)
-        return await self._in_thread(
+        return await self._run_in_thread(
             lambda: np.array(encode_rendered(self._dialogue.tokenizer, text), np.int32), messages
         )
 
@@ -88,15 +88,15 @@ class Codec:
                 return Decoded(ParsedTurn(text, None, ()), text, is_in_thoughts)
             return Decoded(self._dialogue.parse_turn(prompt, token_ids, tools, turn=turn), text, is_in_thoughts)
 
-        return await self._in_thread(parse_in_thread)
+        return await self._run_in_thread(parse_in_thread)
 
-    async def tokens(self, token_ids: NDArray[np.int64]) -> list[str]:
-        single_tokens = [token_ids[place : place + 1] for place in range(len(token_ids))]
-        return await self._in_thread(
+    async def list_token_texts(self, token_ids: NDArray[np.int64]) -> list[str]:
+        single_tokens = [token_ids[position : position + 1] for position in range(len(token_ids))]
+        return await self._run_in_thread(
             lambda: [self._dialogue.text_with_special_tokens(token) for token in single_tokens]
         )
 
-    def without_unwritten_names(self, conversation: Conversation) -> tuple[Conversation, list[str]]:
+    def drop_unwritten_names(self, conversation: Conversation) -> tuple[Conversation, list[str]]:
         """Return a conversation without the names of messages that the template does not write, and these names."""
         names = self._dialogue.unwritten_names(conversation.messages)
         messages = self._dialogue.without_unwritten_names(conversation.messages)
@@ -117,14 +117,14 @@ class Codec:
         # No wait: a long tokenization must not delay the end of the run.
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _in_thread(self, work: Callable[[], Result], messages: Sequence[Message] = ()) -> Result:
+    async def _run_in_thread(self, work: Callable[[], Result], messages: Sequence[Message] = ()) -> Result:
         """Run `work` in the codec's thread. Raises RequestError if `messages` are too long."""
 
         def check_lengths_and_work() -> Result:
             for message in messages:
                 # The check reads only a small part of the text, so a huge text does not block the thread.
                 if exceeds_token_limit(self._dialogue.tokenizer, message["content"], self._context_tokens):
-                    raise too_long(self._context_tokens)
+                    raise too_long_error(self._context_tokens)
             return work()
 
         try:
@@ -134,7 +134,7 @@ class Codec:
             raise RequestError(str(error), param="messages") from error
 
 
-def too_long(context_tokens: int) -> RequestError:
+def too_long_error(context_tokens: int) -> RequestError:
     return RequestError(
         f"This model's maximum context length is {context_tokens} tokens; the prompt leaves no room for an answer. "
         "Please reduce the length of the messages.",

@@ -49,21 +49,22 @@ class Conversation:
             raise RequestError("tools: must be a list of JSON schemas", param="tools")
         # An empty list of tools renders the same prompt as no tools.
         empty_conversation = cls((), tuple(tools or ()), (), ())
-        return empty_conversation.followed_by(_read_message(message, index) for index, message in enumerate(messages))
+        return empty_conversation.with_messages(_read_message(message, index) for index, message in enumerate(messages))
 
-    def followed_by(self, messages: Iterator[Message] | Sequence[Message]) -> Conversation:
+    def with_messages(self, messages: Iterator[Message] | Sequence[Message]) -> Conversation:
         """Return this conversation with further messages. These have the form expected by chat templates."""
         added_messages = tuple(messages)
         all_messages = (*self.messages, *added_messages)
         keys = [
-            _make_key(message, places) for message, places in zip(all_messages, _call_places(all_messages), strict=True)
+            _make_key(message, positions)
+            for message, positions in zip(all_messages, _call_positions(all_messages), strict=True)
         ]
         reasoning = tuple(_reasoning(message) for message in added_messages)
         return Conversation(all_messages, self.tools, tuple(keys), (*self.reasoning, *reasoning))
 
-    def digests(self) -> list[bytes]:
+    def hash_beginnings(self) -> list[bytes]:
         """Return hashes of the conversation's beginnings, [messages + 1]: the tools alone, then up to each message."""
-        digest = hashlib.sha256(_json(self.tools).encode()).digest()
+        digest = hashlib.sha256(_canonical_json(self.tools).encode()).digest()
         digests = [digest]
         for key in self.keys:
             # Chained: n messages cost n hashes, and each digest stands for all messages up to it.
@@ -191,25 +192,25 @@ def _parse_arguments(arguments: Any) -> Any:
     return parsed_arguments
 
 
-def _call_places(messages: Sequence[Message]) -> Iterator[Mapping[str, int]]:
+def _call_positions(messages: Sequence[Message]) -> Iterator[Mapping[str, int]]:
     """Yield for each message the positions, by call id, of the tool calls in the last assistant message before it."""
-    places: dict[str, int] = {}
+    positions: dict[str, int] = {}
     for message in messages:
-        yield places
+        yield positions
         if message["role"] == "assistant":
-            places = {call["id"]: place for place, call in enumerate(message.get("tool_calls", ()))}
+            positions = {call["id"]: position for position, call in enumerate(message.get("tool_calls", ()))}
 
 
-def _make_key(message: Message, call_indices: Mapping[str, int]) -> str:
+def _make_key(message: Message, call_positions: Mapping[str, int]) -> str:
     """Return a message in canonical form. Tool calls are identified by position, because clients change ids."""
     content = message["content"]
     if message["role"] == "assistant":
         functions = [call["function"] for call in message.get("tool_calls", ())]
         calls = [[function["name"], _convert_to_floats(function["arguments"])] for function in functions]
         # Strip blanks from assistant messages only: other roles' blanks reach the prompt unchanged.
-        return _json(["assistant", content.strip(), calls])
+        return _canonical_json(["assistant", content.strip(), calls])
     answered_id = message.get("tool_call_id", "")
-    return _json([message["role"], content, call_indices.get(answered_id, answered_id)])
+    return _canonical_json([message["role"], content, call_positions.get(answered_id, answered_id)])
 
 
 def _convert_to_floats(value: Any) -> Any:
@@ -227,6 +228,6 @@ def _reasoning(message: Message) -> str:
     return str(message.get("reasoning_content", "")).strip()
 
 
-def _json(value: Any) -> str:
+def _canonical_json(value: Any) -> str:
     # Sorted keys and fixed separators: clients serialise arguments again in their own order.
     return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))

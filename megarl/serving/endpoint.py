@@ -86,12 +86,12 @@ class Endpoint:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._answer_errors])
         for prefix in ("", "/s/{secret}"):
             for dialect in _CONVERSING:
-                app.router.add_post(f"{prefix}/v1{dialect.page}", partial(self._converse, dialect))
+                app.router.add_post(f"{prefix}/v1{dialect.page}", partial(self._answer_conversation, dialect))
             app.router.add_post(f"{prefix}/v1{MESSAGES.page}/count_tokens", self._count_tokens)
-            app.router.add_post(f"{prefix}/v1{COMPLETIONS.page}", self._complete)
-            app.router.add_get(f"{prefix}/v1/models", self._models)
-            app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._one_model)
-        app.router.add_post("/sessions/{secret}/reward", self._reward)
+            app.router.add_post(f"{prefix}/v1{COMPLETIONS.page}", self._answer_text_prompt)
+            app.router.add_get(f"{prefix}/v1/models", self._list_models)
+            app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._describe_model)
+        app.router.add_post("/sessions/{secret}/reward", self._receive_reward)
         if self._metrics is not None:
             add_pages(app, self._metrics.registry, self._metrics.health, self._check_token)
         self._server = HttpServer(
@@ -108,7 +108,7 @@ class Endpoint:
             self._sessions.codec,
             self._notices,
             model=self._model,
-            hold_seconds=self._config.hold_seconds,
+            max_wait_seconds=self._config.hold_seconds,
         )
         self.base_url = await self._server.start(self._config.host, self._config.port, is_held=self._is_held)
 
@@ -136,18 +136,18 @@ class Endpoint:
         # Stays if the client closes the connection: the handler is then cancelled.
         status = _CLIENT_LEFT
         try:
-            response = await self._answer(request, handler)
+            response = await self._answer_or_refuse(request, handler)
             status = response.status
             return response
         finally:
             if self._metrics is not None:
-                self._metrics.note(request, status, time.monotonic() - start_time)
+                self._metrics.count_request(request, status, time.monotonic() - start_time)
 
-    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _answer_or_refuse(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Return a request's answer, or the answer for an error of its handler."""
         try:
-            self._admit(request)
-            await self._sessions.wait_for(_secret(request), self._config.hold_seconds)
+            self._admit_connection(request)
+            await self._sessions.wait_for_expected(_read_secret(request), self._config.hold_seconds)
             return await handler(request)
         except RequestError as error:
             response = _error_response(request, error)
@@ -167,12 +167,12 @@ class Endpoint:
             response.force_close()
         return response
 
-    def _admit(self, request: web.Request) -> None:
+    def _admit_connection(self, request: web.Request) -> None:
         """Count the connection of a request with a known key. Raises RequestError if there are too many.
 
         Connections without a known key are not counted here; the handlers refuse their requests.
         """
-        secret = _secret(request)
+        secret = _read_secret(request)
         is_known = self._sessions.find(secret) is not None or self._sessions.is_expected(secret)
         if not is_known and not self._is_token(secret):
             return
@@ -185,60 +185,62 @@ class Endpoint:
                 retry_after=1,
             )
 
-    async def _converse(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+    async def _answer_conversation(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         """Answer a request of a dialect: convert it to a chat, start or join its model call, and send the reply."""
-        session, identity, body = await self._read_request(request)
-        chat, without_effect = dialect.as_chat(body)
+        session, request_hash, body = await self._read_request(request)
+        chat, ignored_names = dialect.convert_to_chat(body)
         parameters = self._read_sampling(chat, session)
-        self._note_overridden(session, {name: body.get(name) for name in without_effect}, _NO_EFFECT)
-        conversation, names = self._sessions.codec.without_unwritten_names(read_conversation(chat))
+        self._report_overridden(session, {name: body.get(name) for name in ignored_names}, _NO_EFFECT)
+        conversation, names = self._sessions.codec.drop_unwritten_names(read_conversation(chat))
         if names:
-            self._note_overridden(session, {"messages.name": names[0]}, "the chat template writes no names")
+            self._report_overridden(session, {"messages.name": names[0]}, "the chat template writes no names")
         caller = dialect.caller(request.headers)
-        call = session.chat(conversation, parameters.sampling, identity, caller, is_retry=_is_retry(request))
+        call = session.chat(conversation, parameters.sampling, request_hash, caller, is_retry=_is_retry(request))
         assert self._sender is not None, "requests come after the start"
         return await self._sender.send(dialect, request, session, call, parameters, body)
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
-        session, identity, body = await self._read_request(request)
-        _, without_effect = COMPLETIONS.as_chat(body)
+    async def _answer_text_prompt(self, request: web.Request) -> web.StreamResponse:
+        session, request_hash, body = await self._read_request(request)
+        _, ignored_names = COMPLETIONS.convert_to_chat(body)
         parameters = self._read_sampling(body, session)
-        self._note_overridden(session, {name: body[name] for name in without_effect}, _NO_EFFECT)
+        self._report_overridden(session, {name: body[name] for name in ignored_names}, _NO_EFFECT)
         caller = COMPLETIONS.caller(request.headers)
-        call = session.complete(read_prompt(body), parameters.sampling, identity, caller, is_retry=_is_retry(request))
+        call = session.complete(
+            read_prompt(body), parameters.sampling, request_hash, caller, is_retry=_is_retry(request)
+        )
         assert self._sender is not None, "requests come after the start"
         return await self._sender.send(COMPLETIONS, request, session, call, parameters, body)
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         """Return the length of a conversation's prompt, without sampling."""
         session, _, body = await self._read_request(request)
-        chat, _ = MESSAGES.as_chat(body)
-        conversation, _ = self._sessions.codec.without_unwritten_names(read_conversation(chat))
-        token_ids = await session.answer_sampler.prompt(conversation)
+        chat, _ = MESSAGES.convert_to_chat(body)
+        conversation, _ = self._sessions.codec.drop_unwritten_names(read_conversation(chat))
+        token_ids = await session.answer_sampler.make_prompt(conversation)
         return web.json_response({"input_tokens": len(token_ids)})
 
-    async def _models(self, request: web.Request) -> web.Response:
+    async def _list_models(self, request: web.Request) -> web.Response:
         self._check_key(request)
         return web.json_response(models([self._model]))
 
-    async def _one_model(self, request: web.Request) -> web.Response:
+    async def _describe_model(self, request: web.Request) -> web.Response:
         self._check_key(request)
         if (name := request.match_info["model"]) != self._model:
-            raise self._unknown_model(name)
+            raise self._unknown_model_error(name)
         return web.json_response(model(name))
 
-    def _unknown_model(self, name: Any) -> RequestError:
+    def _unknown_model_error(self, name: Any) -> RequestError:
         return RequestError(
             f"no model {name!r:.80} is served here; the only model is {self._model}",
             status=404,
             code="not_found",
         )
 
-    async def _reward(self, request: web.Request) -> web.Response:
+    async def _receive_reward(self, request: web.Request) -> web.Response:
         """Take the reward that a program posts, and end its session."""
         session = self._sessions.find(request.match_info["secret"])
         if session is None:
-            raise _unknown_key()
+            raise _unknown_key_error()
         _, body = await read_body(request)
         reward = finite_number(body.get("reward"))
         if reward is None:
@@ -255,10 +257,10 @@ class Endpoint:
         # Every name means the only model: agents send the name that they were written for.
         is_known = body.get("model") in (None, self._model)
         names = [*parameters.overridden, *([] if is_known else ["model"])]
-        self._note_overridden(session, {name: body[name] for name in names}, "the recipe's value holds")
+        self._report_overridden(session, {name: body[name] for name in names}, "the recipe's value holds")
         return parameters
 
-    def _note_overridden(self, session: Session, values: Mapping[str, Any], outcome: str) -> None:
+    def _report_overridden(self, session: Session, values: Mapping[str, Any], outcome: str) -> None:
         """Count ignored fields of a request, and report the first of each name."""
         for name, value in values.items():
             session.counts["overridden_fields"] += 1
@@ -269,15 +271,15 @@ class Endpoint:
         """Return a request's session, then its body as `read_body`. Raises RequestError."""
         # Checked twice: without a session no body is read, and the session may end during the read.
         self._find_session(request)
-        identity, body = await read_body(request)
+        request_hash, body = await read_body(request)
         session = self._find_session(request)
         self._sessions.restart_timer(session)
-        return session, identity, body
+        return session, request_hash, body
 
     def _find_session(self, request: web.Request) -> Session:
         """Return the session of a request. Raises RequestError without a session."""
         self._check_key(request)
-        session = self._sessions.find(_secret(request))
+        session = self._sessions.find(_read_secret(request))
         if session is None:
             raise RequestError(
                 "this request has no session: use the base URL and the key that the agent was started with "
@@ -290,9 +292,9 @@ class Endpoint:
     def _check_key(self, request: web.Request) -> None:
         """Raise RequestError unless the key is a session's secret or the endpoint's token."""
         # In the path only a session's secret is valid; the token is valid in the header only.
-        secret = _secret(request)
+        secret = _read_secret(request)
         if self._sessions.find(secret) is None and ("secret" in request.match_info or not self._is_token(secret)):
-            raise _unknown_key()
+            raise _unknown_key_error()
 
     def _is_token(self, key: str) -> bool:
         return is_token(key, self._config.token)
@@ -300,10 +302,10 @@ class Endpoint:
     def _check_token(self, request: web.Request) -> None:
         """Raise RequestError without the endpoint's token: an agent's session key is not enough."""
         if not self._is_token(key_of(request)):
-            raise _unknown_key()
+            raise _unknown_key_error()
 
 
-def _secret(request: web.Request) -> str:
+def _read_secret(request: web.Request) -> str:
     return request.match_info.get("secret") or key_of(request)
 
 
@@ -312,7 +314,7 @@ def _is_retry(request: web.Request) -> bool:
     return request.headers.get("x-stainless-retry-count", "0") not in ("0", "")
 
 
-def _unknown_key() -> RequestError:
+def _unknown_key_error() -> RequestError:
     return RequestError(
         "the request's API key does not belong to a session of this endpoint", status=401, code="invalid_api_key"
     )

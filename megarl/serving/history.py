@@ -53,20 +53,20 @@ class History:
     """
 
     def __init__(self) -> None:
-        self._answered: list[Answered] = []
-        self._by_digest: dict[bytes, list[Answered]] = {}
+        self._answered_conversations: list[Answered] = []
+        self._answered_by_digest: dict[bytes, list[Answered]] = {}
         self._texts: list[AnsweredText] = []
 
     def add(self, answered: Answered) -> None:
-        self._answered.append(answered)
-        self._by_digest.setdefault(answered.conversation.digests()[-1], []).append(answered)
+        self._answered_conversations.append(answered)
+        self._answered_by_digest.setdefault(answered.conversation.hash_beginnings()[-1], []).append(answered)
 
     def find(self, conversation: Conversation) -> Answered | None:
         """Return the longest answered conversation that `conversation` continues, the newest of equals, or None."""
         # From the longest beginning to the shortest, without the whole conversation: its last message is new.
-        for digest in conversation.digests()[-2:0:-1]:
+        for digest in conversation.hash_beginnings()[-2:0:-1]:
             # Newest first: an agent that asked twice continues the later answer.
-            for answered in reversed(self._by_digest.get(digest, ())):
+            for answered in reversed(self._answered_by_digest.get(digest, ())):
                 if conversation.has_reasoning_of(answered.conversation):
                     return answered
         return None
@@ -77,29 +77,40 @@ class History:
 
         Repeating an answered question is not a fork. `continued` is the result of `find`.
         """
-        if not self._answered:
+        if not self._answered_conversations:
             return None
-        num_common, nearest_index = max(
+        num_common_messages, nearest_index = max(
             (
-                (conversation.count_common_messages(answered.conversation), i)
-                for i, answered in enumerate(self._answered)
+                (conversation.count_common_messages(answered.conversation), index)
+                for index, answered in enumerate(self._answered_conversations)
             )
         )
-        nearest_conversation = self._answered[nearest_index].conversation
-        if num_common >= min(len(conversation.keys), len(nearest_conversation.keys)):
+        nearest_conversation = self._answered_conversations[nearest_index].conversation
+        if num_common_messages >= min(len(conversation.keys), len(nearest_conversation.keys)):
             # Either the reasoning differs, or the client repeats an answered question.
-            is_fork = continued is None and len(conversation.keys) > num_common
+            is_fork = continued is None and len(conversation.keys) > num_common_messages
             return Fork("history", "reasoning differs") if is_fork else None
-        if all(answered.conversation.tools != conversation.tools for answered in self._answered):
+        if all(answered.conversation.tools != conversation.tools for answered in self._answered_conversations):
             return Fork("tools", "the tools are others than before")
-        differing_texts = nearest_conversation.keys[num_common], conversation.keys[num_common]
+        differing_texts = nearest_conversation.keys[num_common_messages], conversation.keys[num_common_messages]
         # Start 20 characters before the difference, so that the reader recognises the place.
-        start = max(0, next((i for i, (a, b) in enumerate(zip(*differing_texts, strict=False)) if a != b), 0) - 20)
-        text_before, text_now = (text[start : start + _EXCERPT] for text in differing_texts)
-        is_system = num_common == 0 and conversation.messages[0]["role"] == "system"
+        excerpt_start = max(
+            0,
+            next(
+                (
+                    index
+                    for index, (earlier_character, character) in enumerate(zip(*differing_texts, strict=False))
+                    if earlier_character != character
+                ),
+                0,
+            )
+            - 20,
+        )
+        text_before, text_now = (text[excerpt_start : excerpt_start + _EXCERPT] for text in differing_texts)
+        is_system = num_common_messages == 0 and conversation.messages[0]["role"] == "system"
         reason: ForkReason = "system" if is_system else "history"
-        role = conversation.messages[num_common]["role"]
-        return Fork(reason, f"message {num_common} ({role}) was …{text_before} and is …{text_now}")
+        role = conversation.messages[num_common_messages]["role"]
+        return Fork(reason, f"message {num_common_messages} ({role}) was …{text_before} and is …{text_now}")
 
     def add_text(self, answered: AnsweredText) -> None:
         self._texts.append(answered)

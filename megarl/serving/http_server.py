@@ -53,8 +53,8 @@ class HttpServer:
     """HTTP server of an application. It counts a connection on accept, before it reads anything.
 
     A connection is a stranger until `admit` is called for one of its requests. At most `max_connections` are admitted.
-    Strangers may use the unused places of admitted ones, and `STRANGERS` more. If all are taken, a new connection
-    replaces the oldest stranger, so a client that sends its request at once is served.
+    Strangers may use the part of this number that is free, and `STRANGERS` connections more. Beyond that, a new
+    connection replaces the oldest stranger, so a client that sends its request at once is served.
     """
 
     def __init__(self, app: web.Application, *, section: str, max_connections: int, **settings: Any) -> None:
@@ -70,7 +70,7 @@ class HttpServer:
             handle_signals=False,
             **settings,
         )
-        self._open = _OpenConnections({}, set())
+        self._open_connections = _OpenConnections({}, set())
         self._listeners: list[socket.socket] = []
         self._accept_tasks: list[asyncio.Task[None]] = []
 
@@ -123,9 +123,9 @@ class HttpServer:
             # A client sends its next request only after it has read the last answer.
             connection.on_unread = None
         # Do not count a closed connection, or count one twice.
-        if not isinstance(connection, _Connection) or connection not in self._open.strangers:
+        if not isinstance(connection, _Connection) or connection not in self._open_connections.strangers:
             return True
-        if len(self._open.admitted) >= self._max_connections:
+        if len(self._open_connections.admitted) >= self._max_connections:
             return False
         connection.admit()
         return True
@@ -141,7 +141,7 @@ class HttpServer:
             raise ConnectionResetError("the client closed the connection before it had read the answer")
         # Ask the kernel: asyncio reports the end of a connection only later.
         [state] = transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
-        if state == _TCP_CLOSE or (state == _TCP_CLOSE_WAIT and _has_unsent(transport)):
+        if state == _TCP_CLOSE or (state == _TCP_CLOSE_WAIT and _has_unacknowledged_bytes(transport)):
             raise ConnectionResetError("the client closed the connection before it had read the answer")
         connection.on_unread = on_unread
         if not request.keep_alive:
@@ -165,13 +165,16 @@ class HttpServer:
                 self._log.warning("%s: refuses connections: too few open files are left (ulimit -n)", self._section)
                 continue
             client_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _UNREAD_SECONDS)
-            if len(self._open.strangers) + len(self._open.admitted) >= self._max_connections + STRANGERS:
-                next(iter(self._open.strangers)).abort()
+            if (
+                len(self._open_connections.strangers) + len(self._open_connections.admitted)
+                >= self._max_connections + STRANGERS
+            ):
+                next(iter(self._open_connections.strangers)).abort()
             await loop.connect_accepted_socket(self._make_connection, client_socket)
 
     def _make_connection(self) -> _Connection:
         assert self._runner.server is not None, "the runner is set up before connections are accepted"
-        return _Connection(self._runner.server(), self._open)
+        return _Connection(self._runner.server(), self._open_connections)
 
 
 @dataclass(slots=True)
@@ -193,7 +196,7 @@ class _Connection(asyncio.Protocol):
         self.on_unread: Callable[[], object] | None = None
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._transport: asyncio.Transport | None = None
-        self._deadline = asyncio.get_running_loop().call_later(HEAD_SECONDS, self.abort)
+        self._abort_timer = asyncio.get_running_loop().call_later(HEAD_SECONDS, self.abort)
         self.data_received = handler.data_received
         self.pause_writing = handler.pause_writing
         self.resume_writing = handler.resume_writing
@@ -205,7 +208,7 @@ class _Connection(asyncio.Protocol):
         self._handler.connection_made(transport)
 
     def eof_received(self) -> bool | None:
-        if self._transport is not None and _has_unsent(self._transport):
+        if self._transport is not None and _has_unacknowledged_bytes(self._transport):
             self._report_unread()
         return self._handler.eof_received()
 
@@ -232,12 +235,12 @@ class _Connection(asyncio.Protocol):
         self.on_unread = None
 
     def _forget_connection(self) -> None:
-        self._deadline.cancel()
+        self._abort_timer.cancel()
         self._connections.strangers.pop(self, None)
         self._connections.admitted.discard(self)
 
 
-def _has_unsent(transport: asyncio.WriteTransport) -> bool:
+def _has_unacknowledged_bytes(transport: asyncio.WriteTransport) -> bool:
     """Return whether a connection has bytes that the other side has not acknowledged."""
     num_in_kernel = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
     # The end of a half-closed connection counts as one byte.

@@ -49,7 +49,7 @@ class EngineRank:
         )
         check_folder(Path(folder), override)
         copied_prefixes = list_copied_prefixes(read_model_shape(folder, override))
-        self._engine.load_tensors(_tensors(Path(folder), copied_prefixes))
+        self._engine.load_tensors(_read_tensors(Path(folder), copied_prefixes))
         self._engine.weights_updated()
 
     def advance(
@@ -89,15 +89,15 @@ def weights_dtype(folder: Path) -> str:
     return str(read_object(folder / "config.json").get("dtype", "bfloat16"))
 
 
-def _tensors(folder: Path, copied_prefixes: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+def _read_tensors(folder: Path, copied_prefixes: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     """Yield the tensors of a model folder by name. Each is read from disk when it is yielded.
 
-    Tensors with a prefix in `copied_prefixes`, such as a vision tower's, are skipped: the engine has no place for them.
+    Tensors with a prefix in `copied_prefixes`, such as a vision tower's, are skipped: the engine has no such part.
     """
     from safetensors import safe_open
 
-    for name in weight_files(folder):
-        with safe_open(folder / name, "pt") as file:
-            for tensor in file.keys():  # noqa: SIM118 (no mapping)
-                if not tensor.startswith(copied_prefixes):
-                    yield tensor, file.get_tensor(tensor)
+    for file_name in weight_files(folder):
+        with safe_open(folder / file_name, "pt") as file:
+            for tensor_name in file.keys():  # noqa: SIM118 (no mapping)
+                if not tensor_name.startswith(copied_prefixes):
+                    yield tensor_name, file.get_tensor(tensor_name)

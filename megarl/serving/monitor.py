@@ -56,7 +56,7 @@ class EndpointMetrics:
     """Metrics of an endpoint: requests by page and status, request times, open sessions, engine load."""
 
     def __init__(self, num_sessions: Callable[[], int], load: Callable[[], PoolLoad | None]) -> None:
-        self.registry = registry_of(EngineLoad(load))
+        self.registry = make_registry(EngineLoad(load))
         self._load, self._num_sessions = load, num_sessions
         self._requests = Counter(
             "megarl_endpoint_requests", "answered requests", ["page", "status"], registry=self.registry
@@ -67,7 +67,7 @@ class EndpointMetrics:
         )  # fmt: skip
         Gauge("megarl_endpoint_sessions", "open sessions", registry=self.registry).set_function(num_sessions)
 
-    def note(self, request: web.Request, status: int, seconds: float) -> None:
+    def count_request(self, request: web.Request, status: int, seconds: float) -> None:
         """Count an answered request by its page's pattern, which shows no secrets of paths."""
         resource = request.match_info.route.resource
         page = "unknown" if resource is None else resource.canonical
@@ -138,7 +138,7 @@ class Monitor:
         return response
 
 
-def registry_of(*collectors: Collector) -> CollectorRegistry:
+def make_registry(*collectors: Collector) -> CollectorRegistry:
     """Return a new registry with these collectors: other libraries may use the default one."""
     registry = CollectorRegistry()
     for collector in collectors:

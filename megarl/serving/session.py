@@ -71,12 +71,12 @@ class Session:
             journal,
             counts=self.counts,
             fork_texts=self.fork_texts,
-            on_continued=self._continue,
+            on_continued=self._mark_continued,
         )
-        self._by_body: dict[bytes, ModelCallUnderWay] = {}
+        self._call_by_digest: dict[bytes, ModelCallUnderWay] = {}
         self._calls: dict[int, ModelCallUnderWay] = {}
         self._num_started = 0
-        self._ending: asyncio.Task[None] | None = None
+        self._end_task: asyncio.Task[None] | None = None
 
     @property
     def answers(self) -> list[Answer]:
@@ -91,19 +91,19 @@ class Session:
         self,
         conversation: Conversation,
         sampling: SamplingSettings,
-        identity: bytes,
+        request_hash: bytes,
         caller: Caller = MAIN,
         *,
         is_retry: bool,
     ) -> ModelCallUnderWay:
         """Start a model call that answers a conversation, or join one that a request repeats. Raises RequestError."""
 
-        request_digest = _identify(identity, caller)
+        request_digest = _identify(request_hash, caller)
 
         def sample_answer(number: int) -> Coroutine[Any, Any, Answer]:
             return self.answer_sampler.answer_chat(number, conversation, sampling, caller, request_digest)
 
-        return self._begin(
+        return self._start_or_join_call(
             request_digest, is_retry, sample_answer, partial(self.answer_sampler.remember_chat, conversation)
         )
 
@@ -111,19 +111,21 @@ class Session:
         self,
         prompt: str | NDArray[np.int32],
         sampling: SamplingSettings,
-        identity: bytes,
+        request_hash: bytes,
         caller: Caller = MAIN,
         *,
         is_retry: bool,
     ) -> ModelCallUnderWay:
         """Start a model call that completes a text or token ids [prompt], or join one. Raises RequestError."""
 
-        request_digest = _identify(identity, caller)
+        request_digest = _identify(request_hash, caller)
 
         def sample_answer(number: int) -> Coroutine[Any, Any, Answer]:
             return self.answer_sampler.answer_text(number, prompt, sampling, caller, request_digest)
 
-        return self._begin(request_digest, is_retry, sample_answer, partial(self.answer_sampler.remember_text, prompt))
+        return self._start_or_join_call(
+            request_digest, is_retry, sample_answer, partial(self.answer_sampler.remember_text, prompt)
+        )
 
     async def restore(self, calls: Sequence[tuple[RecordedCall, Mapping[str, Any], bool]], *, num_started: int) -> None:
         """Restore the answers of a session whose driver was killed, in their order.
@@ -136,15 +138,15 @@ class Session:
             call = ModelCall(recorded_call.prompt_token_ids, recorded_call.parts[0])
             number, continued_number, prompt_text = facts["number"], facts["continued"], facts["text"]
             caller, stops = Caller(*facts["caller"]), tuple(facts["stop"])
-            conversation = Conversation((), tuple(facts["tools"]), (), ()).followed_by(facts["messages"])
+            conversation = Conversation((), tuple(facts["tools"]), (), ()).with_messages(facts["messages"])
             if continued_number is not None:
-                self._continue(continued_number)
+                self._mark_continued(continued_number)
                 if prompt_text is None:
-                    conversation = conversations[continued_number].followed_by(facts["messages"])
+                    conversation = conversations[continued_number].with_messages(facts["messages"])
             if facts["messages"]:
                 answer = await read_chat(self._codec, number, call, conversation, stops, caller, continued_number)
                 remember: Callable[[Answer], None] = partial(self.answer_sampler.remember_chat, conversation)
-                conversations[number] = conversation.followed_by([answer.message])
+                conversations[number] = conversation.with_messages([answer.message])
             else:
                 answer = await read_text(self._codec, number, call, stops, caller)
                 remember = partial(
@@ -153,7 +155,7 @@ class Session:
             task = asyncio.create_task(_return_answer(answer))
             await task
             call_under_way = ModelCallUnderWay(number, task, remember, num_received=int(is_received))
-            self._calls[number] = self._by_body[bytes.fromhex(facts["digest"])] = call_under_way
+            self._calls[number] = self._call_by_digest[bytes.fromhex(facts["digest"])] = call_under_way
             # The client may have read it, even if that was not recorded in time.
             self.remember(call_under_way)
             self._sampler.restore(call)
@@ -162,7 +164,7 @@ class Session:
         self._num_started = num_started
 
     @contextmanager
-    def waiting(self, call: ModelCallUnderWay) -> Iterator[None]:
+    def count_waiting(self, call: ModelCallUnderWay) -> Iterator[None]:
         """Count an HTTP request as waiting for a call. If the last waiting client disconnects, abort the call."""
         call.num_waiting += 1
         try:
@@ -175,7 +177,7 @@ class Session:
         finally:
             call.num_waiting -= 1
 
-    async def answer(self, call: ModelCallUnderWay, seconds: float) -> Answer | None:
+    async def wait_for_answer(self, call: ModelCallUnderWay, seconds: float) -> Answer | None:
         """Wait up to `seconds` for a call's answer; None: it is not ready, and the call continues.
 
         Raises RequestError if the call was refused or the session has ended.
@@ -198,23 +200,23 @@ class Session:
         call.remember(call.task.result())
         call.is_remembered = True
 
-    def deliver(self, call: ModelCallUnderWay) -> None:
+    def record_delivery(self, call: ModelCallUnderWay) -> None:
         """Record that an answer was written to a client. Only written answers are trained."""
         # An answer after the end would add tokens to a finished trajectory.
         if not self.ended.is_set():
             call.num_received += 1
-            self._note_received(call, 1)
+            self._record_received(call, 1)
 
-    def withdraw(self, call: ModelCallUnderWay) -> None:
-        """Undo one `deliver`: the connection ended before the client had read the answer.
+    def withdraw_delivery(self, call: ModelCallUnderWay) -> None:
+        """Undo one `record_delivery`: the connection ended before the client had read the answer.
 
         If no client has the answer, a repeat gets it. An answer that a later call continues stays received.
         """
         if not self.ended.is_set():
             call.num_received -= 1
-            self._note_received(call, -1)
+            self._record_received(call, -1)
 
-    def _note_received(self, call: ModelCallUnderWay, clients: int) -> None:
+    def _record_received(self, call: ModelCallUnderWay, clients: int) -> None:
         if self._journal is not None:
             self._journal.record_received(f"{self.name}.{call.number}", clients)
 
@@ -223,7 +225,7 @@ class Session:
         if self._journal is not None:
             await self._journal.close_session()
 
-    def _continue(self, number: int) -> None:
+    def _mark_continued(self, number: int) -> None:
         """Record that a later call continues the answer of call `number`: its client has received it."""
         self._calls[number].is_continued = True
 
@@ -231,18 +233,18 @@ class Session:
         """End the session and abort running model calls. Every caller waits for the end; only the first one's reward
         counts.
         """
-        if self._ending is None:
+        if self._end_task is None:
             self.ended.set()
             self.reward = reward
             # Cancelling a call aborts its request in the engine.
             tasks = [call.task for call in self._calls.values() if not call.task.done()]
             for task in tasks:
                 task.cancel()
-            self._ending = asyncio.create_task(self._finish(tasks))
+            self._end_task = asyncio.create_task(self._count_unreceived_tokens(tasks))
         # Shielded: the client that posts the reward may disconnect before the engines report.
-        await asyncio.shield(self._ending)
+        await asyncio.shield(self._end_task)
 
-    async def _finish(self, cancelled_tasks: Sequence[asyncio.Task[Answer]]) -> None:
+    async def _count_unreceived_tokens(self, cancelled_tasks: Sequence[asyncio.Task[Answer]]) -> None:
         """Wait for the cancelled calls, and count sampled tokens that no client received."""
         await asyncio.gather(*cancelled_tasks, return_exceptions=True)
         # Engines abort requests with a delay, and only then know their numbers of tokens.
@@ -252,21 +254,21 @@ class Session:
         # Remove the pool's record of the engine that caches this session's prefix.
         self._pool.forget(self.name)
 
-    def _begin(
+    def _start_or_join_call(
         self,
-        identity: bytes,
+        request_digest: bytes,
         is_retry: bool,
         sample: Callable[[int], Coroutine[Any, Any, Answer]],
         remember: Callable[[Answer], None],
     ) -> ModelCallUnderWay:
-        """Start a model call, or join the call with the same `identity` if no client has received its answer.
+        """Start a model call, or join the call with the same `request_digest` if no client has received its answer.
 
         A request marked as a retry (`is_retry`) also joins a call with a written answer. `sample` gets the call's
         number. Raises RequestError if no call is allowed.
         """
         if self.ended.is_set():
             raise ended_error()
-        earlier_call = self._by_body.get(identity)
+        earlier_call = self._call_by_digest.get(request_digest)
         # Not all clients mark retries. A repeat that is not joined would add a second trained answer to a turn.
         if earlier_call is not None and earlier_call.is_joinable and (is_retry or earlier_call.lacks_delivery):
             self.counts["joined_retries"] += 1
@@ -289,7 +291,7 @@ class Session:
         # Read here: tasks of parallel calls run only later.
         number = self._num_started
         call = ModelCallUnderWay(number, asyncio.create_task(sample(number)), remember)
-        self._by_body[identity] = call
+        self._call_by_digest[request_digest] = call
         self._calls[number] = call
         return call
 

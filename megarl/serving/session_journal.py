@@ -23,7 +23,7 @@ class SessionJournal(Protocol):
     async def close_session(self) -> None: ...
 
 
-def request_facts(
+def make_request_facts(
     number: int,
     *,
     digest: bytes,

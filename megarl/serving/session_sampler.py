@@ -13,7 +13,7 @@ import numpy as np
 
 from megarl.rollout.requests.engine_requests import Generates
 from megarl.rollout.stitch import ModelCall
-from megarl.serving.codec import too_long
+from megarl.serving.codec import too_long_error
 from megarl.serving.refusal import RequestError
 from megarl.types import Request, SamplingSettings
 
@@ -54,25 +54,25 @@ class SessionSampler:
         self._all_reported = asyncio.Event()
         self._all_reported.set()
         self._seed, self._limits, self._pool, self._counts = seed, limits, pool, counts
-        self._times_seen: Counter[bytes] = Counter()
+        self._num_calls_by_prompt: Counter[bytes] = Counter()
 
     async def sample(
-        self, session: str, number: int, token_ids: NDArray[np.int32], sampling: SamplingSettings
+        self, session: str, call_number: int, prompt_ids: NDArray[np.int32], sampling: SamplingSettings
     ) -> ModelCall:
-        """Sample a completion of `token_ids` [prompt] for call `number` of the named session.
+        """Sample a completion of `prompt_ids` [prompt] for call `call_number` of the named session.
 
         Raises RequestError if the prompt leaves no room, or if the engine refuses it.
         """
-        max_new_tokens = self._limits.context_tokens - len(token_ids)
+        max_new_tokens = self._limits.context_tokens - len(prompt_ids)
         if max_new_tokens <= 0:
             self._counts["refused_calls"] += 1
-            raise too_long(self._limits.context_tokens)
+            raise too_long_error(self._limits.context_tokens)
         if (session_tokens_left := self.num_tokens_left) is not None:
             # At least one: a parallel call may have reached the limit after this one began.
             max_new_tokens = min(max_new_tokens, max(session_tokens_left, 1))
         sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, max_new_tokens))
         # `affinity` sends all calls of a session to the engine that caches its prefix.
-        request = Request(f"{session}.{number}", token_ids, sampling, self.seed_of(token_ids))
+        request = Request(f"{session}.{call_number}", prompt_ids, sampling, self.next_seed(prompt_ids))
         self._num_unreported += 1
         self._all_reported.clear()
         completion = await self._pool.generate(
@@ -88,7 +88,7 @@ class SessionSampler:
         if completion.finish_reason == "error":
             self._counts["refused_calls"] += 1
             raise RequestError(completion.error or "the engine refuses this request")
-        return ModelCall(token_ids, completion)
+        return ModelCall(prompt_ids, completion)
 
     async def wait_for_reports(self) -> int:
         """Wait up to `REPORT_SECONDS` for the engines' reports of aborted calls.
@@ -102,7 +102,7 @@ class SessionSampler:
 
     def restore(self, call: ModelCall) -> None:
         self.num_sampled += len(call.completion.token_ids)
-        self._times_seen[_prompt_hash(call.prompt_token_ids)] += 1
+        self._num_calls_by_prompt[_prompt_hash(call.prompt_token_ids)] += 1
 
     @property
     def num_tokens_left(self) -> int | None:
@@ -113,13 +113,13 @@ class SessionSampler:
         # The maximum of a continued call includes its earlier tokens, and `num_sampled` counts them too.
         return max(0, limit - self.num_sampled + self._pool.num_begun_tokens)
 
-    def seed_of(self, token_ids: NDArray[np.int32]) -> int:
+    def next_seed(self, token_ids: NDArray[np.int32]) -> int:
         """Return a prompt's 31-bit seed, from the session, the prompt and the number of its earlier calls."""
-        prompt = _prompt_hash(token_ids)
+        prompt_hash = _prompt_hash(token_ids)
         # Parallel calls start in any order, and a repeated run must sample the same.
-        drawn = f"{self._seed} {prompt.hex()} {self._times_seen[prompt]}"
-        self._times_seen[prompt] += 1
-        return int.from_bytes(hashlib.sha256(drawn.encode()).digest()[:4], "big") >> 1
+        seed_text = f"{self._seed} {prompt_hash.hex()} {self._num_calls_by_prompt[prompt_hash]}"
+        self._num_calls_by_prompt[prompt_hash] += 1
+        return int.from_bytes(hashlib.sha256(seed_text.encode()).digest()[:4], "big") >> 1
 
     def _count_begun(self, num_tokens: int) -> None:
         # `num_aborted` counted these tokens. The completion, or its abort, counts them again.

@@ -31,11 +31,11 @@ class Sessions:
 
     codec: Codec
     notices: FirstOfEachKind = field(default_factory=lambda: FirstOfEachKind(lambda text: None))
-    _open: dict[str, Session] = field(default_factory=dict)
-    _ended: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    _open_sessions: dict[str, Session] = field(default_factory=dict)
+    _ended_secrets: OrderedDict[str, None] = field(default_factory=OrderedDict)
     _timers: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
-    _ending: set[asyncio.Task[None]] = field(default_factory=set)
-    _expected: dict[str, asyncio.Event] = field(default_factory=dict)
+    _end_tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _expected_sessions: dict[str, asyncio.Event] = field(default_factory=dict)
     _num_opened: int = 0
 
     def open(
@@ -59,40 +59,40 @@ class Sessions:
         session = Session(
             unique_name, seed or unique_name, sampling, limits, pool, self.codec, journal, num_aborted=num_aborted
         )
-        self._open[session.secret] = session
+        self._open_sessions[session.secret] = session
         self.restart_timer(session)
         return session
 
-    async def reopen(self, session: Session, earlier: ReopenedSession) -> None:
+    async def reopen(self, session: Session, reopened: ReopenedSession) -> None:
         """Give a new session the name, key and answers of a session whose driver was killed."""
-        del self._open[session.secret]
+        del self._open_sessions[session.secret]
         self._stop_timer(session)
-        session.name, session.secret = earlier.name, earlier.key
-        await session.restore(earlier.calls, num_started=earlier.num_started)
-        self._open[session.secret] = session
+        session.name, session.secret = reopened.name, reopened.key
+        await session.restore(reopened.calls, num_started=reopened.num_started)
+        self._open_sessions[session.secret] = session
         self.restart_timer(session)
         self.stop_expecting(session.secret)
 
     def expect(self, secrets_of_programs: Sequence[str]) -> None:
         """Let requests with these keys wait until their sessions reopen."""
-        self._expected |= {secret: asyncio.Event() for secret in secrets_of_programs}
+        self._expected_sessions |= {secret: asyncio.Event() for secret in secrets_of_programs}
 
     def is_expected(self, secret: str) -> bool:
-        return secret in self._expected
+        return secret in self._expected_sessions
 
     def stop_expecting(self, secret: str) -> None:
         """Let requests of this session wait no longer. Unless it is open, they are refused."""
-        if (event := self._expected.pop(secret, None)) is not None:
-            if secret not in self._open:
-                self._ended[secret] = None
+        if (event := self._expected_sessions.pop(secret, None)) is not None:
+            if secret not in self._open_sessions:
+                self._ended_secrets[secret] = None
             event.set()
 
-    async def wait_for(self, secret: str, seconds: float) -> None:
+    async def wait_for_expected(self, secret: str, seconds: float) -> None:
         """Wait up to `seconds` for the session expected with this key.
 
         Returns at once for other keys. Raises RequestError if the session does not open.
         """
-        if (event := self._expected.get(secret)) is None:
+        if (event := self._expected_sessions.get(secret)) is None:
             return
         try:
             async with asyncio.timeout(seconds):
@@ -106,27 +106,27 @@ class Sessions:
 
     @property
     def num_open(self) -> int:
-        return len(self._open)
+        return len(self._open_sessions)
 
     def find(self, secret: str) -> Session | None:
         """Return the open session with this secret, or None. Raises RequestError if it has ended."""
-        if secret in self._ended:
+        if secret in self._ended_secrets:
             raise ended_error()
-        return self._open.get(secret)
+        return self._open_sessions.get(secret)
 
     def restart_timer(self, session: Session) -> None:
         self._stop_timer(session)
         loop = asyncio.get_running_loop()
-        self._timers[session.secret] = loop.call_later(session.limits.idle_seconds, self._time_out, session)
+        self._timers[session.secret] = loop.call_later(session.limits.idle_seconds, self._end_if_idle, session)
 
     async def end(self, session: Session, reward: float | None = None) -> None:
         """End a session. Remember only its secret, to answer late calls."""
         self._stop_timer(session)
-        if self._open.pop(session.secret, None) is not None:
-            self._ended[session.secret] = None
+        if self._open_sessions.pop(session.secret, None) is not None:
+            self._ended_secrets[session.secret] = None
             # Bounded: every attempt of a long run opens a session.
-            if len(self._ended) > _REMEMBERED:
-                self._ended.popitem(last=False)
+            if len(self._ended_secrets) > _REMEMBERED:
+                self._ended_secrets.popitem(last=False)
         await session.end(reward)
         if num_unreported := session.counts["unreported_calls"]:
             self.notices.tell(
@@ -138,13 +138,13 @@ class Sessions:
             )
 
     async def close(self) -> None:
-        await asyncio.gather(*(self.end(session) for session in list(self._open.values())), *self._ending)
+        await asyncio.gather(*(self.end(session) for session in list(self._open_sessions.values())), *self._end_tasks)
 
     def _stop_timer(self, session: Session) -> None:
         if timer := self._timers.pop(session.secret, None):
             timer.cancel()
 
-    def _time_out(self, session: Session) -> None:
+    def _end_if_idle(self, session: Session) -> None:
         """End a session after its idle time, unless a model call is running."""
         # A long completion is not idleness.
         if session.num_under_way:
@@ -153,5 +153,5 @@ class Sessions:
         session.counts["timed_out"] += 1
         task = asyncio.create_task(self.end(session))
         # asyncio keeps only weak references to tasks; the set prevents their collection.
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+        self._end_tasks.add(task)
+        task.add_done_callback(self._end_tasks.discard)

@@ -45,7 +45,7 @@ async def run_on_all(agents: Callable[[], Sequence[AgentLink]], number: int) -> 
     try:
         async with AsyncExitStack() as stack:
             began = time.monotonic()
-            starts = (stack.enter_async_context(containers.container(f"0.{n}")) for n in range(number))
+            starts = (stack.enter_async_context(containers.start_container(f"0.{n}")) for n in range(number))
             opened = await asyncio.gather(*starts)
             seconds = time.monotonic() - began
             ran = await asyncio.gather(*(container.execute([sys.executable, "-c", CALL], {}) for container in opened))

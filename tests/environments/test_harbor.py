@@ -480,7 +480,7 @@ async def test_a_damaged_file_of_a_killed_trial_stops_no_later_trial(
         facts = (tmp_path / LIVE / "lives").read_bytes()
         for name, content in {"empty": b"", "cut": facts[:-4], "killed": facts.replace(b"living", b"dead")}.items():
             (tmp_path / LIVE / name).write_bytes(content)
-        live_trial.note("living", None)
+        live_trial.record("living", None)
         errors = await trials.library.stop_leftovers()
         assert trials.stopped == ["dead"] and os.listdir(tmp_path / LIVE) == ["lives"]
     assert len(errors) == 2

@@ -59,7 +59,7 @@ class Attempt:
             self.log.open_session(self.session.name, self.session.secret, "driver", "container")
             return
         # The last driver was another process.
-        self.served.sessions._ended.pop(self.log.reopened.key, None)
+        self.served.sessions._ended_secrets.pop(self.log.reopened.key, None)
         await self.served.sessions.reopen(self.session, self.log.reopened)
 
     @property

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.families.model_tensors import hf_tensors
 from megarl.families.shape import read_model_shape
-from megarl.serving.local_model import _tensors, model_folder
+from megarl.serving.local_model import _read_tensors, model_folder
 from megarl.types import DataError
 
 
@@ -33,5 +33,5 @@ def test_a_folder_without_a_model_or_its_weights_is_refused_by_name(tmp_path: Pa
 
 def test_an_engine_gets_no_tensors_of_a_vision_tower(tiny_model: Callable[..., Path]) -> None:
     folder = tiny_model(family="qwen3_5", hidden_size=64)
-    names = {name for name, _ in _tensors(folder, ("mtp.", "model.visual."))}
+    names = {name for name, _ in _read_tensors(folder, ("mtp.", "model.visual."))}
     assert names == hf_tensors(read_model_shape(folder)).keys()

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from megarl.config.sections.monitor import MonitorConfig
 from megarl.rollout.pool import PoolLoad
-from megarl.serving.monitor import EngineLoad, Monitor, registry_of
+from megarl.serving.monitor import EngineLoad, Monitor, make_registry
 from megarl.tracking.live.prometheus import RunMetrics
 from megarl.types import ConfigError
 
@@ -24,7 +24,7 @@ LOAD = PoolLoad(3, 5, 2, 1, 700, is_paused=False, failure=None)
 async def monitor(**config: Any) -> AsyncIterator[tuple[Monitor, RunMetrics, dict[str, Any]]]:
     status: dict[str, Any] = {"state": "running", "step": 0}
     metrics = RunMetrics("small", 8, lambda: status)
-    made = Monitor(MonitorConfig(port=0, **config), registry_of(metrics, EngineLoad(lambda: LOAD)), metrics.health)
+    made = Monitor(MonitorConfig(port=0, **config), make_registry(metrics, EngineLoad(lambda: LOAD)), metrics.health)
     await made.start()
     try:
         yield made, metrics, status
@@ -71,7 +71,7 @@ async def test_health_has_a_status_for_programs() -> None:
 async def test_a_port_in_use_is_named() -> None:
     async with monitor() as (made, *_):
         port = int(made.base_url.rpartition(":")[2])
-        other = Monitor(MonitorConfig(port=port), registry_of(), dict)
+        other = Monitor(MonitorConfig(port=port), make_registry(), dict)
         with pytest.raises(
             ConfigError, match=rf"^monitor\.port = {port}: cannot listen on 127\.0\.0\.1, .*0 takes any"
         ):

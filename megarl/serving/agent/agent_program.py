@@ -55,7 +55,7 @@ class AgentProgram:
     score: Score
 
     def expect(self, keys: Sequence[str], orphaned_containers: Sequence[tuple[str, str]] = ()) -> None:
-        """Accept requests.
+        """Accept the requests of agents' programs.
 
         After a restart of the driver, programs of the last driver may still run. Their requests, with the session
         `keys`, wait until their sessions open. The programs of `orphaned_containers` (node, name) cannot continue, so
@@ -71,26 +71,28 @@ class AgentProgram:
         A program that outlived the last driver continues. If its container is lost, the attempt begins again.
         """
         self.runner.endpoint.accept()
-        earlier = None if engine.log is None else engine.log.reopened
-        if earlier is not None and (self.runner.config.outlive_seconds is None or self.runner.make_agent is not None):
+        earlier_session = None if engine.log is None else engine.log.reopened
+        if earlier_session is not None and (
+            self.runner.config.outlive_seconds is None or self.runner.make_agent is not None
+        ):
             # The recipe has changed since the last start: now programs end with the driver.
-            self.runner.sessions.stop_expecting(earlier.key)
-            self.runner.containers.end_earlier([(earlier.node, earlier.container)])
+            self.runner.sessions.stop_expecting(earlier_session.key)
+            self.runner.containers.end_earlier([(earlier_session.node, earlier_session.container)])
             engine.begin_again()
-        began = time.monotonic()
+        start_time = time.monotonic()
         for num_starts in range(1, _MAX_LOSSES + 2):
             try:
-                return await self._attempt_once(task, budget, engine, began)
+                return await self._attempt_once(task, budget, engine, start_time)
             except _LostError as error:
                 if num_starts > _MAX_LOSSES:
                     return error.trajectory
                 engine.begin_again()
         raise AssertionError("the last loss returns")
 
-    async def _attempt_once(self, task: Task, budget: Budget, engine: AttemptEngine, began: float) -> Trajectory:
+    async def _attempt_once(self, task: Task, budget: Budget, engine: AttemptEngine, start_time: float) -> Trajectory:
         """Run the agent once, and score its attempt. Raises _LostError if its container is lost."""
         harbor = HarborTask.of(task.problem)
-        run = await self.runner.run(task, harbor, budget, engine)
+        run = await self.runner.run_agent(task, harbor, budget, engine)
         session, failure = run.session, run.failure
         turn_rewards: tuple[tuple[int, float], ...] = ()
         if failure is None and harbor is None and session.turn_rewards is not None:
@@ -108,7 +110,7 @@ class AgentProgram:
             self.runner.config,
             measure_times(run, engine),
             engine_seconds=engine.seconds,
-            environment_seconds=time.monotonic() - began - engine.seconds_by_clock,
+            environment_seconds=time.monotonic() - start_time - engine.seconds_by_clock,
         )
         if failure is not None:
             if failure.startswith(LOST_PREFIXES):
@@ -117,10 +119,10 @@ class AgentProgram:
         # A verifier's reward has priority over a posted one, and a posted one over a printed one.
         reward = session.reward if harbor is None and session.reward is not None else run.reward
         if reward is not None or turn_rewards:
-            total = (reward or 0.0) + sum(value for _, value in turn_rewards)
-            return replace(trajectory, reward=Reward(total, True, verdict_by_value(total)))
-        scored = await self.score(make_sample(task.problem, session))
-        return replace(trajectory, reward=scored.trajectory_reward, failure=scored.failure)
+            total_reward = (reward or 0.0) + sum(value for _, value in turn_rewards)
+            return replace(trajectory, reward=Reward(total_reward, True, verdict_by_value(total_reward)))
+        scored_attempt = await self.score(make_sample(task.problem, session))
+        return replace(trajectory, reward=scored_attempt.trajectory_reward, failure=scored_attempt.failure)
 
 
 @asynccontextmanager
@@ -169,8 +171,8 @@ async def agent_program(
         make_agent = None
         if name != "command":
             make_agent = cast("Callable[[], Agent]", environment_maker(name, recipe.rollout.environment_kwargs))
-        places = asyncio.Semaphore(config.max_processes)
-        yield AgentProgram(AgentRunner(config, endpoint, sessions, containers, places, make_agent), score)
+        run_slots = asyncio.Semaphore(config.max_processes)
+        yield AgentProgram(AgentRunner(config, endpoint, sessions, containers, run_slots, make_agent), score)
     finally:
         if containers is not None:
             await containers.close()

@@ -99,12 +99,12 @@ class AgentRunner:
     endpoint: Endpoint
     sessions: Sessions
     containers: Containers
-    places: asyncio.Semaphore
+    run_slots: asyncio.Semaphore
     """Limits the runs at one time (rollout.agent.max_processes)."""
     make_agent: Callable[[], Agent] | None = None
     """Constructor of the `Agent` class. None: the agent is a program."""
 
-    async def run(self, task: Task, harbor: HarborTask | None, budget: Budget, engine: AttemptEngine) -> AgentRun:
+    async def run_agent(self, task: Task, harbor: HarborTask | None, budget: Budget, engine: AttemptEngine) -> AgentRun:
         """Run the agent in a container (a program) or in this process (a class), then a Harbor task's verifier."""
         verifier_seconds = 0.0
         async with AsyncExitStack() as stack:
@@ -113,11 +113,11 @@ class AgentRunner:
             try:
                 if self.make_agent is None:
                     # Started before the attempt's turn, so that the attempt does not wait for it.
-                    container = await stack.enter_async_context(self._adopt_or_start(task, harbor, engine))
+                    container = await stack.enter_async_context(self._adopt_or_start_container(task, harbor, engine))
             except ContainerError as error:
                 start_failure = str(error)
             # The semaphore limits the programs running at once (rollout.agent.max_processes).
-            await stack.enter_async_context(self.places)
+            await stack.enter_async_context(self.run_slots)
             limits = Limits(
                 budget.context_tokens,
                 budget.max_turns,
@@ -127,7 +127,7 @@ class AgentRunner:
             session = await self._open_session(task, limits, engine, container)
             failure: str | None = None
             reward: float | None = None
-            started = time.monotonic()
+            start_time = time.monotonic()
             try:
                 if start_failure is not None:
                     raise ProgramError(start_failure)
@@ -140,10 +140,10 @@ class AgentRunner:
             finally:
                 # Also after an error: ending the session aborts its calls in the engines.
                 await self.sessions.end(session)
-            program_seconds = time.monotonic() - started
+            program_seconds = time.monotonic() - start_time
             if failure is None and harbor is not None and container is not None:
-                reward, failure = await _verify(harbor, container)
-                verifier_seconds = time.monotonic() - started - program_seconds
+                reward, failure = await _run_verifier(harbor, container)
+                verifier_seconds = time.monotonic() - start_time - program_seconds
             num_living = self.containers.num_living
         # Made after the container has ended: only then `is_leaked` is known.
         return AgentRun(session, container, reward, failure, program_seconds, verifier_seconds, num_living)
@@ -152,8 +152,8 @@ class AgentRunner:
         """Run an `Agent` class. Returns its reward, or None if it returns none. Raises ProgramError."""
         assert self.make_agent is not None
         try:
-            run = self.make_agent().run(make_task_input(task), self.endpoint.url_of(session), session.secret)
-            reward = await _wait_within_limit(run, engine, session, self.config.timeout_seconds)
+            agent_run = self.make_agent().run(make_task_input(task), self.endpoint.url_of(session), session.secret)
+            reward = await _wait_within_limit(agent_run, engine, session, self.config.timeout_seconds)
         except TimeoutError:
             raise ProgramError(
                 f"TimeoutError: the agent did not end within {self.config.timeout_seconds:g} s"
@@ -166,20 +166,22 @@ class AgentRunner:
         return None if reward is None else check_reward(reward)
 
     @asynccontextmanager
-    async def _adopt_or_start(
+    async def _adopt_or_start_container(
         self, task: Task, harbor: HarborTask | None, engine: AttemptEngine
     ) -> AsyncIterator[AttemptContainer]:
         """Use the last driver's container if it still runs, else start one. Raises ContainerError."""
         async with AsyncExitStack() as stack:
             container: AttemptContainer | None = None
-            earlier = None if engine.log is None else engine.log.reopened
-            if earlier is not None:
+            earlier_session = None if engine.log is None else engine.log.reopened
+            if earlier_session is not None:
                 try:
-                    container = await stack.enter_async_context(self.containers.adopt(earlier.node, earlier.container))
+                    container = await stack.enter_async_context(
+                        self.containers.adopt(earlier_session.node, earlier_session.container)
+                    )
                 except ContainerError:
-                    self.sessions.stop_expecting(earlier.key)
+                    self.sessions.stop_expecting(earlier_session.key)
                     engine.begin_again()
-            yield container or await stack.enter_async_context(self._container_context(task, harbor))
+            yield container or await stack.enter_async_context(self._make_container_context(task, harbor))
 
     async def _open_session(
         self, task: Task, limits: Limits, engine: AttemptEngine, container: AttemptContainer | None
@@ -194,14 +196,14 @@ class AgentRunner:
             log.open_session(session.name, session.secret, container.node.name, container.name)
         return session
 
-    def _container_context(
+    def _make_container_context(
         self, task: Task, harbor: HarborTask | None
     ) -> AbstractAsyncContextManager[AttemptContainer]:
         """Return the attempt's container. A Harbor task's image and limits replace the recipe's."""
         if harbor is None:
-            return self.containers.container(task.name)
+            return self.containers.start_container(task.name)
         image = task_image(harbor.fields, self.config.image, is_file=self.config.images_are_files)
-        return self.containers.container(task.name, image, harbor.container_limits)
+        return self.containers.start_container(task.name, image, harbor.container_limits)
 
     async def _run_program(
         self,
@@ -227,30 +229,30 @@ class AgentRunner:
                 label=_LABEL,
             )
         try:
-            executed = await _wait_within_limit(program_end, engine, session, seconds_left)
+            program_result = await _wait_within_limit(program_end, engine, session, seconds_left)
         except TimeoutError:
             text = f"TimeoutError: the program did not end within {limit_seconds:g} s"
             raise ProgramError(text) from None
         except ContainerError as error:
             raise ProgramError(str(error)) from error
-        if executed.refused:
-            raise ProgramError(f"OSError: {program}: {executed.refused}")
-        if executed.outcome:
-            raise ProgramError(executed.outcome)
-        if executed.exit_code != 0:
-            tail = " ".join(executed.stderr.split())[-_TAIL_CHARACTERS:]
-            raise ProgramError(f"ExitCode: the program ended with {executed.exit_code}: {tail}")
-        reward, turn_rewards = read_output(executed.stdout)
+        if program_result.refused:
+            raise ProgramError(f"OSError: {program}: {program_result.refused}")
+        if program_result.outcome:
+            raise ProgramError(program_result.outcome)
+        if program_result.exit_code != 0:
+            tail = " ".join(program_result.stderr.split())[-_TAIL_CHARACTERS:]
+            raise ProgramError(f"ExitCode: the program ended with {program_result.exit_code}: {tail}")
+        reward, turn_rewards = read_output(program_result.stdout)
         if session.turn_rewards is None:
             session.turn_rewards = turn_rewards
         return reward
 
     def _make_variables(self, session: Session, container: AttemptContainer) -> dict[str, str]:
         """Return the environment variables of an agent program. With sandbox `process` they include `INHERITED`."""
-        inherited = INHERITED if self.config.sandbox == "process" else ()
+        inherited_names = INHERITED if self.config.sandbox == "process" else ()
         url = container.url + self.endpoint.url_of(session).removeprefix(self.endpoint.base_url)
         return {
-            **{name: os.environ[name] for name in (*inherited, *self.config.environment) if name in os.environ},
+            **{name: os.environ[name] for name in (*inherited_names, *self.config.environment) if name in os.environ},
             "OPENAI_BASE_URL": url,
             "OPENAI_API_KEY": session.secret,
             # Anthropic's clients append `/v1` themselves.
@@ -297,7 +299,7 @@ def _check_attempt(engine: AttemptEngine, session: Session) -> None:
         raise ProgramError(session.outcome)
 
 
-async def _verify(harbor: HarborTask, container: AttemptContainer) -> tuple[float | None, str | None]:
+async def _run_verifier(harbor: HarborTask, container: AttemptContainer) -> tuple[float | None, str | None]:
     """Run a task's verifier. Returns (reward, None), or (None, reason for the missing reward)."""
     try:
         return await harbor.verify(container), None

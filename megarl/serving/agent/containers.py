@@ -55,7 +55,7 @@ class Node:
     """Names of the node's living containers."""
     start_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_STARTS))
 
-    async def ask(self, verb: str, **fields: Any) -> Mapping[str, Any]:
+    async def call_host(self, verb: str, **fields: Any) -> Mapping[str, Any]:
         """Call the node's container host. Raises ContainerError."""
         try:
             answer = await self.request(verb, fields)
@@ -107,22 +107,22 @@ class AttemptContainer:
     async def _await_end(self, verb: str, **fields: Any) -> Executed:
         """Ask the node to run (`execute`) or join (`join`) a program, and return its end."""
         try:
-            answer = await self.node.ask(verb, name=self.name, **fields)
+            answer = await self.node.call_host(verb, name=self.name, **fields)
         except asyncio.CancelledError:
             # Cancelling this call does not reach an agent on another node.
             with suppress(ContainerError):
-                await self.node.ask("cancel", name=self.name)
+                await self.node.call_host("cancel", name=self.name)
             raise
         return Executed(**answer)
 
     async def put(self, folder: str, files: Mapping[str, tuple[int, bytes]]) -> None:
         """Replace a folder by `files`: relative path to (mode, content). Raises ContainerError."""
         encoded_files = {path: (mode, base64.b64encode(content).decode()) for path, (mode, content) in files.items()}
-        await self.node.ask("put", name=self.name, folder=folder, files=encoded_files)
+        await self.node.call_host("put", name=self.name, folder=folder, files=encoded_files)
 
     async def get(self, path: str, max_bytes: int) -> bytes:
         """Return the content of a file. Raises ContainerError if it is missing or longer than `max_bytes`."""
-        answer = await self.node.ask("get", name=self.name, path=path, max_bytes=max_bytes)
+        answer = await self.node.call_host("get", name=self.name, path=path, max_bytes=max_bytes)
         return base64.b64decode(answer["content"])
 
 
@@ -152,22 +152,22 @@ class Containers:
         address_on_driver = _LOOPBACK.get(host, host), port
         self._driver = Node("driver", self._host.request, address_on_driver, self._memory.open_account())
         self._nodes: dict[AgentLink, Node] = {}
-        # This limits containers; `AgentProgram.places` limits programs running in them.
+        # This limits containers; `AgentRunner.run_slots` limits programs running in them.
         self._start_limit = asyncio.Semaphore(config.max_processes + _NUM_AHEAD)
         self._ending_tasks: set[asyncio.Task[None]] = set()
         """Tasks that end containers of an earlier driver."""
-        self.renewing: asyncio.Task[None] | None = None
+        self.renew_task: asyncio.Task[None] | None = None
         self._slow_nodes: set[str] = set()
         self._is_wait_reported = False
 
     async def start(self) -> None:
-        self.renewing = asyncio.create_task(self._renew())
+        self.renew_task = asyncio.create_task(self._renew())
 
     async def close(self) -> None:
         """End all containers on the driver's machine. Others end with their attempts or leases."""
-        if self.renewing is not None:
-            self.renewing.cancel()
-            await asyncio.wait({self.renewing})
+        if self.renew_task is not None:
+            self.renew_task.cancel()
+            await asyncio.wait({self.renew_task})
         await asyncio.gather(*self._ending_tasks)
         await self._host.close()
 
@@ -176,9 +176,9 @@ class Containers:
         """The nodes with living agents, or only the driver's machine (rollout.agent.nodes)."""
         if self._config.nodes == "driver":
             return [self._driver]
-        living = [agent for agent in self._agents() if not agent.is_lost]
+        living_agents = [agent for agent in self._agents() if not agent.is_lost]
         # Reuse known `Node`s: they hold the names and start times of their containers.
-        self._nodes = {agent: self._nodes.get(agent) or self._make_node(agent) for agent in living}
+        self._nodes = {agent: self._nodes.get(agent) or self._make_node(agent) for agent in living_agents}
         return list(self._nodes.values())
 
     @property
@@ -186,7 +186,7 @@ class Containers:
         return self._memory.num_containers
 
     @asynccontextmanager
-    async def container(
+    async def start_container(
         self, attempt: str, image: str | None = None, limits: Mapping[str, float] | None = None
     ) -> AsyncIterator[AttemptContainer]:
         """Start a container for an attempt, and end it afterwards. Raises ContainerError.
@@ -210,7 +210,7 @@ class Containers:
         """
         failure = ContainerError("ContainerError: the run has no node left that can start containers")
         failed_nodes: set[Node] = set()
-        memory_bytes = self._needed_memory(limits)
+        memory_bytes = self._needed_memory_bytes(limits)
         for _ in range(_TRIES):
             node = await self._choose_node(failed_nodes, memory_bytes)
             if node is None:
@@ -222,7 +222,7 @@ class Containers:
             self._reserve(node, name, memory_bytes)
             start_time = time.monotonic()
             try:
-                answer = await node.ask("start", settings=self._make_settings(name, node, image, limits))
+                answer = await node.call_host("start", settings=self._make_settings(name, node, image, limits))
             except ContainerError as error:
                 await self._release(node, name)
                 failure = error
@@ -236,7 +236,7 @@ class Containers:
             return node, name, answer
         raise failure
 
-    def _needed_memory(self, limits: Mapping[str, Any]) -> int:
+    def _needed_memory_bytes(self, limits: Mapping[str, Any]) -> int:
         """Return the bytes that a container may use: its programs, and new files in memory."""
         needed_bytes = limits.get("memory_bytes", _gib(self._config.memory_gib)) or 0
         if self._config.has_layer:
@@ -252,7 +252,9 @@ class Containers:
             # Better wait for another node's memory than fail on the same node again.
             nodes = [node for node in self.nodes if node not in failed_nodes] or self.nodes
             if memory_bytes:
-                await asyncio.gather(*(self._renew_on(node) for node in nodes if node.memory.capacity_bytes is None))
+                await asyncio.gather(
+                    *(self._renew_leases_on(node) for node in nodes if node.memory.capacity_bytes is None)
+                )
             candidates = [node for node in nodes if node.memory.has_room(memory_bytes)]
             if candidates or not nodes:
                 break
@@ -292,7 +294,7 @@ class Containers:
     async def _end_earlier(self, node: Node, name: str) -> None:
         # On a lost node the container ends when its lease expires.
         with suppress(ContainerError):
-            await node.ask("end_earlier", name=name)
+            await node.call_host("end_earlier", name=name)
 
     @asynccontextmanager
     async def adopt(self, node_name: str, name: str) -> AsyncIterator[AttemptContainer]:
@@ -302,14 +304,14 @@ class Containers:
             if node is None:
                 raise ContainerError(f"ContainerLost: the run has no node {node_name}")
             try:
-                answer = await node.ask("adopt", settings=self._make_settings(name, node, self._config.image, {}))
+                answer = await node.call_host("adopt", settings=self._make_settings(name, node, self._config.image, {}))
             except ContainerError:
                 raise
             # As in `_start_on_best_node`: a cancelled request may have adopted the container.
             except BaseException:
                 await self._stop(node, name)
                 raise
-            self._reserve(node, name, self._needed_memory({}))
+            self._reserve(node, name, self._needed_memory_bytes({}))
             container = AttemptContainer(node, name, answer["url"], 0.0, answer["seconds_running"])
             try:
                 yield container
@@ -343,7 +345,7 @@ class Containers:
     async def _stop(self, node: Node, name: str) -> bool:
         """End a container. Returns whether it has ended. On a lost node it ends with the node's agent."""
         try:
-            await node.ask("stop", name=name)
+            await node.call_host("stop", name=name)
         except ContainerError:
             return False
         finally:
@@ -352,15 +354,15 @@ class Containers:
 
     async def _renew(self) -> None:
         while True:
-            await asyncio.gather(*(self._renew_on(node) for node in self.nodes))
+            await asyncio.gather(*(self._renew_leases_on(node) for node in self.nodes))
             await asyncio.sleep(min(_RENEW_SECONDS, self._lease_seconds / 6))
 
-    async def _renew_on(self, node: Node) -> None:
+    async def _renew_leases_on(self, node: Node) -> None:
         # One lost node must not stop the renewals on the others.
         with suppress(ContainerError):
-            answer = await node.ask("renew")
+            answer = await node.call_host("renew")
             node.memory = self._memory.account_of(answer["machine"], node.memory)
-            node.memory.update(answer["free_bytes"])
+            node.memory.record_free_bytes(answer["free_bytes"])
             await self._memory.notify_change()
 
     def _make_node(self, agent: AgentLink) -> Node:

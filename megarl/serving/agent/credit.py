@@ -13,7 +13,7 @@ from megarl.serving.answers import Answer
 Credit = Literal["attempt", "final_segment", "by_turn"]
 
 
-def trained_answers(answers: Sequence[Answer], credit: Credit, untrained_kinds: Collection[str]) -> list[int]:
+def select_trained_answers(answers: Sequence[Answer], credit: Credit, untrained_kinds: Collection[str]) -> list[int]:
     """Return the indices of the answers to train, without those to requests of `untrained_kinds`.
 
     With credit `final_segment` only the token sequence of the main agent's last answer is trained.

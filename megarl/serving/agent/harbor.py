@@ -90,10 +90,10 @@ class HarborTask:
                 tail = " ".join(output.split())[-_TAIL_CHARACTERS:]
                 raise VerifierError(f"VerifierError: neither reward.json nor reward.txt in {_LOGS}: {tail}") from None
             reward = float(reward_text)
-        number = finite_number(reward)
-        if number is None:
+        finite_reward = finite_number(reward)
+        if finite_reward is None:
             raise VerifierError(f"VerifierError: the reward is {reward!r:.80}, not a finite number")
-        return number
+        return finite_reward
 
 
 def _read_files(folder: Path) -> dict[str, tuple[int, bytes]]:

@@ -33,7 +33,7 @@ class MachineMemory:
         # Other programs on the machine may have grown.
         return are_limits_met and num_bytes <= self.free_bytes
 
-    def update(self, free_bytes: int) -> None:
+    def record_free_bytes(self, free_bytes: int) -> None:
         self.free_bytes = free_bytes
         if self.capacity_bytes is None:
             self.capacity_bytes = free_bytes + sum(self.reserved_bytes.values())

@@ -32,10 +32,10 @@ def make_task_input(task: Task) -> dict[str, Any]:
 
 
 def check_reward(reward: object) -> float:
-    number = finite_number(reward)
-    if number is None:
+    finite_reward = finite_number(reward)
+    if finite_reward is None:
         raise ProgramError(f"ValueError: the program's reward is {reward!r:.80}, not a finite number")
-    return number
+    return finite_reward
 
 
 def read_output(output: str) -> tuple[float | None, Any]:
@@ -46,18 +46,18 @@ def read_output(output: str) -> tuple[float | None, Any]:
     """
     last_line = output.strip().rpartition("\n")[2]
     try:
-        printed = json.loads(last_line, object_pairs_hook=make_object)
+        last_value = json.loads(last_line, object_pairs_hook=make_object)
     except RepeatedKeyError as error:
         raise ProgramError(f"ValueError: the last line of the program's output: {error}") from None
     except (ValueError, RecursionError):  # the last line may be the model's own text
         return None, None
     turn_rewards = None
-    if isinstance(printed, dict):
-        turn_rewards = printed.get("turn_rewards")
-        printed = printed.get("reward")
-        if printed is None:
+    if isinstance(last_value, dict):
+        turn_rewards = last_value.get("turn_rewards")
+        last_value = last_value.get("reward")
+        if last_value is None:
             return None, turn_rewards
     # Any JSON may be in the last line, such as a list or a number in quotes. Then there is no reward.
-    elif isinstance(printed, bool) or not isinstance(printed, int | float):
+    elif isinstance(last_value, bool) or not isinstance(last_value, int | float):
         return None, None
-    return check_reward(printed), turn_rewards
+    return check_reward(last_value), turn_rewards

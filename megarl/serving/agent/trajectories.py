@@ -8,7 +8,7 @@ from megarl.config.sections.rollout import AgentConfig
 from megarl.environments import Message
 from megarl.rewards.scoring.calling import Sample
 from megarl.rollout.attempt import Task, empty_call, make_trajectory
-from megarl.serving.agent.credit import trained_answers
+from megarl.serving.agent.credit import select_trained_answers
 from megarl.serving.answers import Answer
 from megarl.serving.session import Session
 from megarl.tracking.metric_rows import PER_ATTEMPT, MetricRow
@@ -71,7 +71,7 @@ def make_session_trajectory(
         ended = "error"
     elif calls and calls[-1].completion.finish_reason == "length":
         ended = "length"
-    trained_indices = trained_answers(answers, config.credit, config.untrained_kinds)
+    trained_indices = select_trained_answers(answers, config.credit, config.untrained_kinds)
     session.counts["untrained_tokens"] += sum(
         answer.num_sampled_tokens for index, answer in enumerate(answers) if index not in trained_indices
     )
@@ -98,8 +98,8 @@ def _list_new_messages(answers: Sequence[Answer]) -> list[Sequence[Message]]:
     answers_by_number = {answer.number: answer for answer in answers}
     new_messages: list[Sequence[Message]] = []
     for answer in answers:
-        continued = None if answer.continued is None else answers_by_number.get(answer.continued)
-        num_known = 0 if continued is None else len(continued.prompt_messages) + 1
+        continued_answer = None if answer.continued is None else answers_by_number.get(answer.continued)
+        num_known = 0 if continued_answer is None else len(continued_answer.prompt_messages) + 1
         new_messages.append(answer.prompt_messages[num_known:])
     return new_messages
 

@@ -13,7 +13,7 @@ from megarl.serving.answers import Answer
 from megarl.serving.conversation import Conversation
 from megarl.serving.dialects.caller import read_caller
 from megarl.serving.dialects.events import COMMENT, event, split_text
-from megarl.serving.dialects.sampling import RequestParameters, ignored_fields
+from megarl.serving.dialects.sampling import RequestParameters, list_ignored_fields
 from megarl.serving.refusal import RequestError
 from megarl.types import Caller
 
@@ -71,8 +71,8 @@ class Chat:
 
     page = "/chat/completions"
 
-    def as_chat(self, body: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str]]:
-        return body, ignored_fields(body)
+    def convert_to_chat(self, body: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str]]:
+        return body, list_ignored_fields(body)
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
         return read_caller(headers)
@@ -110,7 +110,7 @@ class _Reply:
             choice["text"] = answer.text
         choice["logprobs"] = None if tokens is None else self._make_logprobs(answer, tokens)
         kind = "chat.completion" if self.is_chat else "text_completion"
-        return self._object(kind, [choice]) | {"usage": _usage(answer)}
+        return self._make_object(kind, [choice]) | {"usage": _make_usage(answer)}
 
     def events(self, answer: Answer, tokens: Sequence[str] | None) -> Iterator[bytes]:
         return map(event, self._make_chunks(answer, tokens))
@@ -134,36 +134,36 @@ class _Reply:
         """
         logprobs = None if tokens is None else self._make_logprobs(answer, tokens)
         if self.is_chat:
-            yield self._chunk({"role": "assistant", "content": ""}, logprobs=logprobs)
+            yield self._make_chunk({"role": "assistant", "content": ""}, logprobs=logprobs)
             # The answer is complete before its stream starts, because tool calls can be parsed only at the end.
             for text in split_text(answer.reasoning or ""):
-                yield self._chunk({"reasoning_content": text})
+                yield self._make_chunk({"reasoning_content": text})
             for text in split_text(answer.text):
-                yield self._chunk({"content": text})
+                yield self._make_chunk({"content": text})
             for index, (call_id, name, arguments) in enumerate(answer.calls):
                 function = {"name": name, "arguments": ""}
-                yield self._chunk(
+                yield self._make_chunk(
                     {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
                 )
                 for text in split_text(arguments):
-                    yield self._chunk({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
-            yield self._chunk({}, finish_reason=answer.finish_reason)
+                    yield self._make_chunk({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
+            yield self._make_chunk({}, finish_reason=answer.finish_reason)
         else:
             for text in split_text(answer.text):
-                yield self._chunk(text)
-            yield self._chunk("", finish_reason=answer.finish_reason, logprobs=logprobs)
+                yield self._make_chunk(text)
+            yield self._make_chunk("", finish_reason=answer.finish_reason, logprobs=logprobs)
         if self.has_usage_chunk:
-            yield self._object(self._chunk_kind, []) | {"usage": _usage(answer)}
+            yield self._make_object(self._chunk_kind, []) | {"usage": _make_usage(answer)}
 
     @property
     def _chunk_kind(self) -> str:
         return "chat.completion.chunk" if self.is_chat else "text_completion"
 
-    def _chunk(self, delta: Any, *, finish_reason: str | None = None, logprobs: Any = None) -> dict[str, Any]:
+    def _make_chunk(self, delta: Any, *, finish_reason: str | None = None, logprobs: Any = None) -> dict[str, Any]:
         choice = {"index": 0, "delta" if self.is_chat else "text": delta, "finish_reason": finish_reason}
-        return self._object(self._chunk_kind, [choice | {"logprobs": logprobs}])
+        return self._make_object(self._chunk_kind, [choice | {"logprobs": logprobs}])
 
-    def _object(self, kind: str, choices: list[Any]) -> dict[str, Any]:
+    def _make_object(self, kind: str, choices: list[Any]) -> dict[str, Any]:
         return {"id": self.name, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
     def _make_logprobs(self, answer: Answer, tokens: Sequence[str]) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def _make_message(answer: Answer) -> dict[str, Any]:
     return message
 
 
-def _usage(answer: Answer) -> dict[str, int]:
+def _make_usage(answer: Answer) -> dict[str, int]:
     num_prompt_tokens, num_sampled_tokens = answer.num_prompt_tokens, answer.num_sampled_tokens
     return {
         "prompt_tokens": num_prompt_tokens,

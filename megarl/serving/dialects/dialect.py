@@ -48,7 +48,7 @@ class Dialect(Protocol):
     @property
     def page(self) -> str: ...
 
-    def as_chat(self, body: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str]]:
+    def convert_to_chat(self, body: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str]]:
         """Return a request as a chat completion's body, and the names of ignored fields and tools.
 
         Raises RequestError for an invalid request, and for a field that would change the samples.

@@ -24,9 +24,9 @@ from megarl.serving.dialects.sampling import (
     CHANGES_SAMPLES,
     RequestParameters,
     copy_sampling_fields,
-    ignored_fields,
+    list_ignored_fields,
     read_objects,
-    unsupported_field,
+    unsupported_field_error,
 )
 from megarl.serving.refusal import RequestError
 from megarl.types import Caller
@@ -52,7 +52,7 @@ _ERROR_KINDS = {
 class Messages:
     page = "/messages"
 
-    def as_chat(self, body: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str]]:
+    def convert_to_chat(self, body: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str]]:
         """Convert a request of Anthropic's Messages API to a chat completion. Returns the fields without effect too."""
         _refuse_unsupported(body)
         items = read_objects(body.get("messages"), "messages")
@@ -60,7 +60,7 @@ class Messages:
             raise RequestError("messages: must have at least one message", param="messages")
         messages: list[dict[str, Any]] = []
         if system := _read_text("" if body.get("system") is None else body["system"], "system"):
-            messages.append(_message("system", system))
+            messages.append(_make_message("system", system))
         for index, message in enumerate(items):
             for chat_message in _convert_messages(message, f"messages.{index}"):
                 append_message(messages, chat_message)
@@ -75,8 +75,8 @@ class Messages:
         if (tool_choice := body.get("tool_choice")) is not None:
             # `_refuse_unsupported` lets only auto and none pass.
             chat["tool_choice"] = tool_choice["type"]
-        hints = [name for name in _WITHOUT_EFFECT if body.get(name) not in (None, {"type": "disabled"})]
-        return chat, [*hints, *ignored_fields(body, (*chat, *_FIELDS))]
+        ignored_names = [name for name in _WITHOUT_EFFECT if body.get(name) not in (None, {"type": "disabled"})]
+        return chat, [*ignored_names, *list_ignored_fields(body, (*chat, *_FIELDS))]
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
         return read_claude_code_caller(headers)
@@ -87,8 +87,8 @@ class Messages:
     def error(self, error: RequestError) -> dict[str, Any]:
         kind = _ERROR_KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
         # Agents recognise this prefix, and then shorten their history.
-        begin = "prompt is too long: " if error.code == "context_length_exceeded" else ""
-        return {"type": "error", "error": {"type": kind, "message": f"{begin}{error}"}}
+        prefix = "prompt is too long: " if error.code == "context_length_exceeded" else ""
+        return {"type": "error", "error": {"type": kind, "message": f"{prefix}{error}"}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,11 @@ class _Reply:
 
     def make_body(self, answer: Answer, tokens: Sequence[str] | None) -> dict[str, Any]:
         content = [_make_block(kind, block_content) for kind, block_content in _list_blocks(answer)]
-        return self._head(answer) | {"content": content, **self._stop(answer), "usage": _usage(answer)}
+        return self._make_head(answer) | {
+            "content": content,
+            **self._make_stop_fields(answer),
+            "usage": _make_usage(answer),
+        }
 
     def begin(self) -> bytes:
         return b""
@@ -122,21 +126,21 @@ class _Reply:
 
     def _stream(self, answer: Answer) -> Iterator[dict[str, Any]]:
         """Yield an answer as Anthropic's events: each content block begins, gets its text, and stops."""
-        usage = _usage(answer)
-        message = self._head(answer) | {"content": [], "stop_reason": None, "stop_sequence": None}
+        usage = _make_usage(answer)
+        message = self._make_head(answer) | {"content": [], "stop_reason": None, "stop_sequence": None}
         yield {"type": "message_start", "message": message | {"usage": usage | {"output_tokens": 0}}}
         for index, (kind, content) in enumerate(_list_blocks(answer)):
             yield {"type": "content_block_start", "index": index, "content_block": _make_empty_block(kind, content)}
             for delta in _list_deltas(kind, content):
                 yield {"type": "content_block_delta", "index": index, "delta": delta}
             yield {"type": "content_block_stop", "index": index}
-        yield {"type": "message_delta", "delta": self._stop(answer), "usage": usage}
+        yield {"type": "message_delta", "delta": self._make_stop_fields(answer), "usage": usage}
         yield {"type": "message_stop"}
 
-    def _head(self, answer: Answer) -> dict[str, Any]:
+    def _make_head(self, answer: Answer) -> dict[str, Any]:
         return {"id": self.name, "type": "message", "role": "assistant", "model": self.model}
 
-    def _stop(self, answer: Answer) -> dict[str, Any]:
+    def _make_stop_fields(self, answer: Answer) -> dict[str, Any]:
         reasons = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
         reason, stop = reasons[answer.finish_reason], None
         if reason == "end_turn" and answer.call.completion.finish_reason == "stop":
@@ -157,14 +161,14 @@ def _refuse_unsupported(body: Mapping[str, Any]) -> None:
         and not (isinstance(output_config, Mapping) and output_config.get("format") is None),
         # The chat template decides about thoughts of earlier turns. Other edits would cut the history.
         "context_management": history_edits is not None and not _clears_only_thoughts(history_edits),
-        "tool_choice": tool_choice is not None and not _is_free(tool_choice),
+        "tool_choice": tool_choice is not None and not _leaves_model_free(tool_choice),
     }
     for name, is_unsupported in unsupported_by_field.items():
         if is_unsupported:
-            raise unsupported_field(name, body[name], CHANGES_SAMPLES)
+            raise unsupported_field_error(name, body[name], CHANGES_SAMPLES)
 
 
-def _is_free(choice: Any) -> bool:
+def _leaves_model_free(choice: Any) -> bool:
     """Return whether `tool_choice` lets the model choose. With `none` it sees no tools."""
     return (
         isinstance(choice, Mapping)
@@ -180,22 +184,25 @@ def _clears_only_thoughts(edits: Any) -> bool:
     )
 
 
-def _read_text(content: Any, where: str) -> str:
+def _read_text(content: Any, field_path: str) -> str:
     """Return a text, or the joined texts of a list of text blocks. Raises RequestError for other blocks."""
     if isinstance(content, str):
         return content
-    return "\n".join(_read_text_block(block, f"{where}.{i}") for i, block in enumerate(read_objects(content, where)))
+    return "\n".join(
+        _read_text_block(block, f"{field_path}.{i}") for i, block in enumerate(read_objects(content, field_path))
+    )
 
 
-def _read_text_block(block: Mapping[str, Any], where: str) -> str:
+def _read_text_block(block: Mapping[str, Any], field_path: str) -> str:
     if block.get("type") != "text" or not isinstance(block.get("text"), str):
         raise RequestError(
-            f"{where}.type = {block.get('type')!r:.40}: this model reads blocks of type text only", param=where
+            f"{field_path}.type = {block.get('type')!r:.40}: this model reads blocks of type text only",
+            param=field_path,
         )
     return block["text"]
 
 
-def _message(role: str, content: str) -> dict[str, Any]:
+def _make_message(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
@@ -209,7 +216,7 @@ def _convert_messages(message: Mapping[str, Any], field_path: str) -> list[dict[
     if role == "assistant":
         return [_convert_assistant(content, f"{field_path}.content")]
     if role == "system" or isinstance(content, str):
-        return [_message("user", _read_text(content, f"{field_path}.content"))]
+        return [_make_message("user", _read_text(content, f"{field_path}.content"))]
     results, texts = [], []
     if content == []:
         raise RequestError(f"{field_path}.content: must not be empty", param=f"{field_path}.content")
@@ -219,16 +226,16 @@ def _convert_messages(message: Mapping[str, Any], field_path: str) -> list[dict[
             results.append(_convert_tool_result(block, block_path))
         else:
             texts.append(_read_text_block(block, block_path))
-    return [*results, *([_message("user", "\n".join(texts))] if texts else [])]
+    return [*results, *([_make_message("user", "\n".join(texts))] if texts else [])]
 
 
-def _convert_tool_result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _convert_tool_result(block: Mapping[str, Any], field_path: str) -> dict[str, Any]:
     """Convert a `tool_result` block to a message of role tool."""
     if not isinstance(call_id := block.get("tool_use_id"), str):
-        raise RequestError(f"{where}.tool_use_id: must be a text", param=where)
-    text = _read_text("" if block.get("content") is None else block["content"], f"{where}.content")
+        raise RequestError(f"{field_path}.tool_use_id: must be a text", param=field_path)
+    text = _read_text("" if block.get("content") is None else block["content"], f"{field_path}.content")
     # Chat templates have no field for a failed call.
-    return _message("tool", f"error: {text}" if block.get("is_error") else text) | {"tool_call_id": call_id}
+    return _make_message("tool", f"error: {text}" if block.get("is_error") else text) | {"tool_call_id": call_id}
 
 
 def _convert_assistant(content: Any, field_path: str) -> dict[str, Any]:
@@ -246,7 +253,7 @@ def _convert_assistant(content: Any, field_path: str) -> dict[str, Any]:
                 calls.append(_convert_call(block))
             case _:
                 texts.append(_read_text_block(block, f"{field_path}.{index}"))
-    message = _message("assistant", "".join(texts))
+    message = _make_message("assistant", "".join(texts))
     if thoughts:
         message["reasoning_content"] = "".join(thoughts)
     if calls:
@@ -257,8 +264,8 @@ def _convert_assistant(content: Any, field_path: str) -> dict[str, Any]:
 def _convert_call(block: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a tool_use block to OpenAI's tool call."""
     arguments: Any = block["input"]
-    # Unwrap only what `_as_object` would wrap: a text that is not a JSON object.
-    if arguments.keys() == {_INVALID_ARGUMENTS} and _as_object(arguments[_INVALID_ARGUMENTS]) == arguments:
+    # Unwrap only what `_arguments_as_object` would wrap: a text that is not a JSON object.
+    if arguments.keys() == {_INVALID_ARGUMENTS} and _arguments_as_object(arguments[_INVALID_ARGUMENTS]) == arguments:
         arguments = arguments[_INVALID_ARGUMENTS]
     return {
         "id": str(block.get("id", "")),
@@ -298,7 +305,7 @@ def _make_empty_block(kind: str, content: Any) -> dict[str, Any]:
 
 def _make_block(kind: str, content: Any) -> dict[str, Any]:
     if kind == "tool_use":
-        return _make_empty_block(kind, content) | {"input": _as_object(content[2])}
+        return _make_empty_block(kind, content) | {"input": _arguments_as_object(content[2])}
     return {"type": kind, kind: content} | ({"signature": _SIGNATURE} if kind == "thinking" else {})
 
 
@@ -306,7 +313,11 @@ def _list_deltas(kind: str, content: Any) -> Iterator[dict[str, Any]]:
     """Yield a block's text in several events. `content` is a tool call's (id, name, arguments), or a text."""
     if kind == "tool_use":
         _, _, arguments = content
-        text, name, field = json.dumps(_as_object(arguments), ensure_ascii=False), "input_json_delta", "partial_json"
+        text, name, field = (
+            json.dumps(_arguments_as_object(arguments), ensure_ascii=False),
+            "input_json_delta",
+            "partial_json",
+        )
     else:
         text, name, field = content, f"{kind}_delta", kind
     for piece in split_text(text):
@@ -315,7 +326,7 @@ def _list_deltas(kind: str, content: Any) -> Iterator[dict[str, Any]]:
         yield {"type": "signature_delta", "signature": _SIGNATURE}
 
 
-def _as_object(arguments: Any) -> dict[str, Any]:
+def _arguments_as_object(arguments: Any) -> dict[str, Any]:
     """Return a tool call's arguments as an object, the only form that this API has."""
     try:
         value = json.loads(arguments, object_pairs_hook=make_object)
@@ -324,7 +335,7 @@ def _as_object(arguments: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {_INVALID_ARGUMENTS: arguments}
 
 
-def _usage(answer: Answer) -> dict[str, int]:
+def _make_usage(answer: Answer) -> dict[str, int]:
     """Return the true numbers of tokens, because agents shorten their history by them."""
     return {
         "input_tokens": answer.num_prompt_tokens,

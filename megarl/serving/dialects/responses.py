@@ -24,11 +24,11 @@ from megarl.serving.dialects.chat import append_message
 from megarl.serving.dialects.events import event, split_text
 from megarl.serving.dialects.sampling import (
     RequestParameters,
-    changed_fields,
     copy_sampling_fields,
-    ignored_fields,
+    list_changed_fields,
+    list_ignored_fields,
     read_objects,
-    unsupported_field,
+    unsupported_field_error,
 )
 from megarl.serving.refusal import RequestError
 from megarl.types import Caller
@@ -54,7 +54,7 @@ _FORM = "a text or a list of objects"
 class Responses:
     page = "/responses"
 
-    def as_chat(self, body: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str]]:
+    def convert_to_chat(self, body: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str]]:
         """Convert a request of OpenAI's Responses API to a chat completion. Returns the fields without effect too."""
         _refuse_unsupported(body)
         items = body.get("input")
@@ -66,16 +66,16 @@ class Responses:
         instructions = _read_text("" if body.get("instructions") is None else body["instructions"], "instructions")
         chat = copy_sampling_fields(body)
         chat |= {
-            "messages": _fold_systems(instructions, _convert_items(items)),
+            "messages": _merge_system_messages(instructions, _convert_items(items)),
             "max_completion_tokens": body.get("max_output_tokens"),
         }
-        functions, hints = _convert_tools([] if body.get("tools") is None else body["tools"])
+        functions, ignored_names = _convert_tools([] if body.get("tools") is None else body["tools"])
         if functions:
             chat["tools"] = functions
         # These fields are hints: this model thinks and calls tools as it was trained to.
         if body.get("reasoning") is not None and body["reasoning"].get("effort") is not None:
-            hints.append("reasoning")
-        return chat, sorted({*hints, *ignored_fields(body, (*chat, *_FIELDS))})
+            ignored_names.append("reasoning")
+        return chat, sorted({*ignored_names, *list_ignored_fields(body, (*chat, *_FIELDS))})
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
         return read_codex_caller(headers)
@@ -105,42 +105,42 @@ class _Reply:
     def make_body(self, answer: Answer, tokens: Sequence[str] | None) -> dict[str, Any]:
         """Return the answer as a whole Response. It is `incomplete` if it reached the length limit."""
         is_cut = answer.finish_reason == "length"
-        return self._object(
+        return self._make_response(
             "incomplete" if is_cut else "completed", [item for item, _ in self._list_output_items(answer)]
         ) | {
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "usage": _usage(answer),
+            "usage": _make_usage(answer),
         }
 
     def begin(self) -> bytes:
-        return self._event("response.created", response=self._object("in_progress", [])) + self.waiting()
+        return self._make_event("response.created", response=self._make_response("in_progress", [])) + self.waiting()
 
     def waiting(self) -> bytes:
         # An event, not a comment: clients that limit the time between events do not count comments.
-        return self._event("response.in_progress", response=self._object("in_progress", []))
+        return self._make_event("response.in_progress", response=self._make_response("in_progress", []))
 
     def events(self, answer: Answer, tokens: Sequence[str] | None) -> Iterator[bytes]:
         """Yield the events of each output item, then the whole Response."""
         for index, (item, deltas) in enumerate(self._list_output_items(answer)):
-            yield self._event("response.output_item.added", output_index=index, item=_empty_item(item))
+            yield self._make_event("response.output_item.added", output_index=index, item=_make_empty_item(item))
             for kind, fields in deltas:
-                yield self._event(kind, output_index=index, item_id=item["id"], **fields)
-            yield self._event("response.output_item.done", output_index=index, item=item)
+                yield self._make_event(kind, output_index=index, item_id=item["id"], **fields)
+            yield self._make_event("response.output_item.done", output_index=index, item=item)
         response = self.make_body(answer, tokens)
-        yield self._event(f"response.{response['status']}", response=response)
+        yield self._make_event(f"response.{response['status']}", response=response)
 
     def error_event(self, error: RequestError) -> bytes:
         fault = {"code": error.code or "server_error", "message": str(error)}
-        return self._event("response.failed", response=self._object("failed", []) | {"error": fault})
+        return self._make_event("response.failed", response=self._make_response("failed", []) | {"error": fault})
 
     @property
     def end(self) -> bytes:
         return b""
 
-    def _event(self, kind: str, **fields: Any) -> bytes:
+    def _make_event(self, kind: str, **fields: Any) -> bytes:
         return event({"type": kind, "sequence_number": next(self._numbers), **fields}, kind)
 
-    def _object(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+    def _make_response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         """Return a Response with the constant fields that clients expect."""
         return {
             "id": f"resp_{self.name}",
@@ -160,7 +160,7 @@ class _Reply:
             "top_p": None,
         }
 
-    def _function(self, name: str) -> dict[str, str]:
+    def _split_function_name(self, name: str) -> dict[str, str]:
         """Return a called function's name, and its namespace if it has one."""
         prefix = next((prefix for prefix in self.prefixes if name.startswith(prefix)), None)
         if prefix is None:
@@ -189,11 +189,11 @@ class _Reply:
             )
         for number, (call_id, name, arguments) in enumerate(answer.calls):
             item = {"type": "function_call", "id": f"fc_{self.name}_{number}", "status": status}
-            item |= {"call_id": call_id, "arguments": arguments, **self._function(name)}
+            item |= {"call_id": call_id, "arguments": arguments, **self._split_function_name(name)}
             yield item, _make_argument_events(name, arguments)
 
 
-def _fold_systems(instructions: str, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _merge_system_messages(instructions: str, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages with at most one system message, the first. Later system messages become user texts.
 
     Many templates refuse a system message after other messages.
@@ -226,7 +226,7 @@ def _make_argument_events(name: str, arguments: str) -> Iterator[tuple[str, dict
     yield "response.function_call_arguments.done", {"name": name, "arguments": arguments}
 
 
-def _empty_item(item: Mapping[str, Any]) -> dict[str, Any]:
+def _make_empty_item(item: Mapping[str, Any]) -> dict[str, Any]:
     empty = {"summary": [], "content": [], "arguments": "", "status": "in_progress"}
     return {name: empty.get(name, value) for name, value in item.items()}
 
@@ -237,11 +237,11 @@ def _refuse_unsupported(body: Mapping[str, Any]) -> None:
         if body.get(name) is not None and not isinstance(body[name], Mapping):
             raise RequestError(f"{name}: must be an object", param=name)
     text_format = (body.get("text") or {}).get("format")
-    unsupported_fields = changed_fields(body, _NEUTRAL)
+    unsupported_fields = list_changed_fields(body, _NEUTRAL)
     if text_format not in (None, {"type": "text"}):
         unsupported_fields.append("text")
     for name in unsupported_fields:
-        raise unsupported_field(name, body[name], "; remove it, and send the whole history as input")
+        raise unsupported_field_error(name, body[name], "; remove it, and send the whole history as input")
 
 
 def _read_text(content: Any, field_path: str) -> str:
@@ -302,10 +302,10 @@ def _add_reasoning(message: dict[str, Any], item: Mapping[str, Any]) -> None:
     message["reasoning_content"] = message.get("reasoning_content", "") + "".join(texts)
 
 
-def _convert_call(item: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _convert_call(item: Mapping[str, Any], field_path: str) -> dict[str, Any]:
     for part in ("name", "arguments", "call_id"):
         if not isinstance(item.get(part), str):
-            raise RequestError(f"{where}.{part}: must be a text", param=where)
+            raise RequestError(f"{field_path}.{part}: must be a text", param=field_path)
     name = f"{item['namespace']}{_JOINT}{item['name']}" if item.get("namespace") else item["name"]
     return {"id": item["call_id"], "type": "function", "function": {"name": name, "arguments": item["arguments"]}}
 
@@ -333,7 +333,7 @@ def _convert_tools(tools: Any, prefix: str = "") -> tuple[list[dict[str, Any]], 
     return functions, dropped_types
 
 
-def _usage(answer: Answer) -> dict[str, Any]:
+def _make_usage(answer: Answer) -> dict[str, Any]:
     """Return the true numbers of tokens, because agents shorten their history by them."""
     return {
         "input_tokens": answer.num_prompt_tokens,

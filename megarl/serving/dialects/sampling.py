@@ -82,17 +82,17 @@ CHANGES_SAMPLES = ", as it would change the samples; remove it"
 """Reason and remedy of an unsupported field."""
 
 
-def changed_fields(body: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> list[str]:
+def list_changed_fields(body: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> list[str]:
     """Return the fields with values that are not `neutral`. Neutral values change nothing."""
     return [name for name, values in neutral.items() if body.get(name) is not None and body[name] not in values]
 
 
-def unsupported_field(name: str, value: Any, reason: str) -> RequestError:
+def unsupported_field_error(name: str, value: Any, reason: str) -> RequestError:
     """Return the error for an unsupported field. `reason` includes the remedy."""
     return RequestError(f"{name} = {value!r:.80}: is not supported{reason}", param=name, code="unsupported_parameter")
 
 
-def ignored_fields(body: Mapping[str, Any], read_fields: Collection[str] = _CHAT_FIELDS) -> list[str]:
+def list_ignored_fields(body: Mapping[str, Any], read_fields: Collection[str] = _CHAT_FIELDS) -> list[str]:
     """Return the fields of a request that have no effect, but ask for one, such as `reasoning_effort`."""
     return [
         name
@@ -101,10 +101,10 @@ def ignored_fields(body: Mapping[str, Any], read_fields: Collection[str] = _CHAT
     ]
 
 
-def read_objects(value: Any, where: str, *, form: str = "a list of objects") -> list[Mapping[str, Any]]:
+def read_objects(value: Any, field_path: str, *, form: str = "a list of objects") -> list[Mapping[str, Any]]:
     """Check a list of objects in a request. Raises RequestError, naming the expected `form`, for anything else."""
     if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
-        raise RequestError(f"{where}: must be {form}", param=where)
+        raise RequestError(f"{field_path}: must be {form}", param=field_path)
     return value
 
 
@@ -135,8 +135,8 @@ class RequestParameters:
         Raises RequestError for invalid values, and for fields that would change the sampled distribution.
         """
         # Refuse, do not ignore: training assumes that tokens come from the recipe's distribution.
-        for name in changed_fields(body, NEUTRAL):
-            raise unsupported_field(name, body[name], CHANGES_SAMPLES)
+        for name in list_changed_fields(body, NEUTRAL):
+            raise unsupported_field_error(name, body[name], CHANGES_SAMPLES)
         sampling, overridden = _read_sampling(body, recipe)
         stream_options = body.get("stream_options")
         return cls(

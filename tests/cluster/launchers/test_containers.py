@@ -48,7 +48,7 @@ async def test_containers_run_on_all_nodes_and_end_with_agent_and_lease(tmp_path
         stack.push_async_callback(containers.close)
         agents = [process.pid for process in nodes.processes]
         opened: list[AttemptContainer] = [
-            await stack.enter_async_context(containers.container(f"draw 0.{n}")) for n in range(4)
+            await stack.enter_async_context(containers.start_container(f"draw 0.{n}")) for n in range(4)
         ]
         # podman and docker accept no other names.
         assert all(re.fullmatch(r"[a-zA-Z0-9][a-zA-Z0-9_.-]+", container.name) for container in opened)
@@ -76,13 +76,13 @@ async def test_containers_run_on_all_nodes_and_end_with_agent_and_lease(tmp_path
                 await task
         living = [task for task in running if task not in lost]
         assert len(living) == 2 and not any(task.done() for task in living)
-        async with containers.container("1.0") as later:
+        async with containers.start_container("1.0") as later:
             assert later.node.name == "node1"
             assert (await later.execute(["echo", "on"], {"PATH": "/usr/bin:/bin"})).stdout == "on\n"
 
         # A driver that stands still renews no lease.
-        assert containers.renewing is not None
-        containers.renewing.cancel()
+        assert containers.renew_task is not None
+        containers.renew_task.cancel()
         for task in living:
             with pytest.raises(ContainerError, match="ContainerLost"):
                 await asyncio.wait_for(task, 60)
@@ -99,11 +99,11 @@ async def test_a_container_waits_for_memory_of_a_node(monkeypatch: pytest.Monkey
     await containers.start()
     try:
         async with AsyncExitStack() as first, AsyncExitStack() as others:
-            await first.enter_async_context(containers.container("0.0"))
-            await others.enter_async_context(containers.container("0.1"))
+            await first.enter_async_context(containers.start_container("0.0"))
+            await others.enter_async_context(containers.start_container("0.1"))
             assert not notices
             third, fourth = (
-                asyncio.create_task(others.enter_async_context(containers.container(f"0.{n}"))) for n in (2, 3)
+                asyncio.create_task(others.enter_async_context(containers.start_container(f"0.{n}"))) for n in (2, 3)
             )
             assert not (await asyncio.wait({third, fourth}, timeout=1.0))[0] and containers.num_living == 2
             # Two containers wait, and the user reads of it once.
@@ -114,7 +114,7 @@ async def test_a_container_waits_for_memory_of_a_node(monkeypatch: pytest.Monkey
             await third
             assert containers.num_living == 2
         # One that needs more than the node has would wait for ever.
-        async with containers.container("0.3", limits={"memory_bytes": 2**50}):
+        async with containers.start_container("0.3", limits={"memory_bytes": 2**50}):
             assert containers.num_living == 1
     finally:
         await containers.close()
@@ -150,7 +150,7 @@ async def test_a_node_that_starts_containers_slowly_is_named_once(
     containers = Containers(config, ("127.0.0.1", 9), agents=lambda: links, notify=notices.append)
     async with AsyncExitStack() as stack:
         for number in range(18):
-            await stack.enter_async_context(containers.container(f"0.{number}"))
+            await stack.enter_async_context(containers.start_container(f"0.{number}"))
         assert [len(node.names) for node in containers.nodes] == [9, 9]
     assert len(notices) == is_named
     assert all("second" in notice and f"{late[0]:.1f} s" in notice and f"{usual:.1f} s" in notice for notice in notices)
@@ -169,11 +169,11 @@ async def test_memory_is_reserved_once_a_container_for_all_sources_with_its_new_
         for containers in sources:
             await containers.start()
             stack.push_async_callback(containers.close)
-        opened = [await stack.enter_async_context(containers.container("0.0")) for containers in sources]
+        opened = [await stack.enter_async_context(containers.start_container("0.0")) for containers in sources]
         # The hosts of nodes know containers by their names.
         assert opened[0].name != opened[1].name and [c.num_living for c in sources] == [2, 2]
         async with AsyncExitStack() as later:
-            third = asyncio.create_task(later.enter_async_context(sources[0].container("0.1")))
+            third = asyncio.create_task(later.enter_async_context(sources[0].start_container("0.1")))
             assert not (await asyncio.wait({third}, timeout=1.0))[0]
             third.cancel()
             await asyncio.wait({third})
@@ -209,9 +209,9 @@ async def test_a_start_that_failed_waits_for_another_node_instead_of_failing_the
         for node in (broken, healthy):
             node.request = requests_of(node)
         async with AsyncExitStack() as first:
-            assert (await first.enter_async_context(containers.container("0.0"))).node is healthy
+            assert (await first.enter_async_context(containers.start_container("0.0"))).node is healthy
             failed_before = num_failed
-            second = asyncio.create_task(stack.enter_async_context(containers.container("0.1")))
+            second = asyncio.create_task(stack.enter_async_context(containers.start_container("0.1")))
             await asyncio.wait({second, asyncio.create_task(reported.wait())}, return_when=asyncio.FIRST_COMPLETED)
             assert not second.done() and num_failed == failed_before + 1
         assert (await asyncio.wait_for(second, 60)).node is healthy
@@ -237,8 +237,8 @@ async def test_a_driver_and_the_agent_of_its_machine_share_one_account(tmp_path:
             await containers.start()
             stack.push_async_callback(containers.close)
         async with AsyncExitStack() as first:
-            await first.enter_async_context(on_driver.container("0.0"))
-            second = asyncio.create_task(stack.enter_async_context(on_nodes.container("0.0")))
+            await first.enter_async_context(on_driver.start_container("0.0"))
+            second = asyncio.create_task(stack.enter_async_context(on_nodes.start_container("0.0")))
             await asyncio.wait({second, asyncio.create_task(reported.wait())}, return_when=asyncio.FIRST_COMPLETED)
             assert not second.done() and memory.num_containers == 1
         assert (await asyncio.wait_for(second, 60)).node.name == "node0" and memory.num_containers == 1
@@ -262,8 +262,8 @@ async def test_files_of_a_container_are_reserved_without_a_limit_too(monkeypatch
     await containers.start()
     try:
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(containers.container("0.0"))
-            second = asyncio.create_task(stack.enter_async_context(containers.container("0.1")))
+            await stack.enter_async_context(containers.start_container("0.0"))
+            second = asyncio.create_task(stack.enter_async_context(containers.start_container("0.1")))
             await asyncio.wait({second, asyncio.create_task(reported.wait())}, return_when=asyncio.FIRST_COMPLETED)
             assert not second.done()
             second.cancel()
@@ -282,11 +282,11 @@ async def test_memory_of_an_earlier_driver_s_containers_is_used_after_their_end(
     await containers.start()
     try:
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(containers.container("0.0"))
-            second = asyncio.create_task(stack.enter_async_context(containers.container("0.1")))
+            await stack.enter_async_context(containers.start_container("0.0"))
+            second = asyncio.create_task(stack.enter_async_context(containers.start_container("0.1")))
             assert not (await asyncio.wait({second}, timeout=1.0))[0]
             free_gib = 0.025
-            await containers._renew_on(containers.nodes[0])
+            await containers._renew_leases_on(containers.nodes[0])
             await asyncio.wait_for(second, 60)
     finally:
         await containers.close()
@@ -297,7 +297,7 @@ async def test_a_container_whose_program_cannot_go_on_is_ended_by_the_next_drive
     earlier, later = Containers(config, ("127.0.0.1", 9)), Containers(config, ("127.0.0.1", 9))
     await earlier.start()
     async with AsyncExitStack() as stack:
-        container = await stack.enter_async_context(earlier.container("0.0"))
+        container = await stack.enter_async_context(earlier.start_container("0.0"))
         program = asyncio.create_task(container.execute(["sleep", "600"], {"PATH": "/usr/bin:/bin"}))
         [held] = earlier._host._containers.values()
         # The host ends, and the container lives on.

@@ -27,7 +27,7 @@ from megarl.rollout.journal.state import account_tokens
 from megarl.rollout.pool import EnginePool
 from megarl.sandbox.containers.container import ContainerError
 from megarl.serving.agent.agent_program import AgentProgram
-from megarl.serving.agent.agent_runner import AgentRunner, _verify
+from megarl.serving.agent.agent_runner import AgentRunner, _run_verifier
 from megarl.serving.agent.containers import Containers
 from megarl.serving.agent.harbor import HarborTask
 from megarl.serving.codec import Codec
@@ -358,7 +358,7 @@ def test_a_container_lost_in_the_verifier_is_a_loss(harbor_task: Callable[..., d
     task = HarborTask(harbor_task("")["harbor"])
     for failure, expected in (("ContainerLost: it ended", ""), ("OSError: no room", "VerifierError: ")):
         container: Any = Ending(failure)
-        assert asyncio.run(_verify(task, container)) == (None, f"{expected}{failure}")
+        assert asyncio.run(_run_verifier(task, container)) == (None, f"{expected}{failure}")
 
 
 LIMITED_GRADER = """

@@ -46,7 +46,7 @@ def make_answer(
 
 
 def read(dialect: Dialect, body: Mapping[str, Any]) -> tuple[Conversation, RequestParameters]:
-    chat, _ = dialect.as_chat(body)
+    chat, _ = dialect.convert_to_chat(body)
     return read_conversation(chat), RequestParameters.read(chat, SAMPLING)
 
 
@@ -65,7 +65,7 @@ class Server:
         if fork := self.history.find_fork(conversation, known):
             self.forks.append(fork.text)
         answer = self.answers.pop(0)
-        whole = conversation.followed_by([answer.message])
+        whole = conversation.with_messages([answer.message])
         self.history.add(Answered(whole, np.zeros(1, np.int32), answer.number))
         reply = self.dialect.reply(f"t.{answer.number}", "policy", asked, body)
         if not asked.is_streamed:
@@ -247,7 +247,7 @@ def test_blocks_become_messages_of_a_chat_by_fixed_rules() -> None:
         {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "f", "input": {}}]},
         {"role": "user", "content": content},
     ]
-    chat, _ = Messages().as_chat({"system": "S", "messages": messages})
+    chat, _ = Messages().convert_to_chat({"system": "S", "messages": messages})
     assert [(message["role"], message["content"]) for message in chat["messages"]] == [
         ("system", "S"),
         ("user", "Q\nR"),
@@ -268,7 +268,7 @@ def test_parts_of_an_answer_in_a_row_are_one_message() -> None:
         {"type": "function_call_output", "call_id": "c1", "output": "1"},
         {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "2"}]},
     ]
-    chat, unused = Responses().as_chat({"input": items, "instructions": "I", "reasoning": {"effort": "high"}})
+    chat, unused = Responses().convert_to_chat({"input": items, "instructions": "I", "reasoning": {"effort": "high"}})
     assert [message["role"] for message in chat["messages"]] == ["system", "user", "assistant", "tool", "tool"]
     answer = chat["messages"][2]
     assert (answer["reasoning_content"], answer["content"], len(answer["tool_calls"])) == ("T", "A", 2)
@@ -279,13 +279,13 @@ def test_names_of_functions_come_back_with_their_namespaces() -> None:
     answers = [make_answer(0, "", None, ('{"a": 2}',))]
     [first] = talk_by_responses(server := Server(Responses(), answers), [True])
     assert (first.output[0].name, first.output[0].namespace) == ("add", "n")
-    assert Responses().as_chat(server.bodies[0])[0]["tools"][0]["function"]["name"] == "n__add"
+    assert Responses().convert_to_chat(server.bodies[0])[0]["tools"][0]["function"]["name"] == "n__add"
 
 
 def test_system_messages_after_the_first_are_texts_of_the_user() -> None:
     roles = ("developer", "user", "user", "assistant", "developer")
     items = [{"role": role, "content": role[0].upper()} for role in roles]
-    chat, _ = Responses().as_chat({"input": [*items, {"role": "user", "content": "Q"}], "instructions": "I"})
+    chat, _ = Responses().convert_to_chat({"input": [*items, {"role": "user", "content": "Q"}], "instructions": "I"})
     assert [(message["role"], message["content"]) for message in chat["messages"]] == [
         ("system", "I\n\nD"),
         ("user", "U\nU"),
@@ -300,7 +300,7 @@ def test_numbers_that_a_javascript_client_writes_otherwise_are_no_change() -> No
     block = {"type": "tool_use", "id": "call_0_0", "name": "n__add", "input": {"timeout": 120, "big": 1000}}
     messages = [*ASK["messages"], {"role": "assistant", "content": [block]}, *ASK["messages"]]
     later, _ = read(Messages(), {"messages": messages})
-    assert known.followed_by([answer.message]).keys == later.keys[:2]
+    assert known.with_messages([answer.message]).keys == later.keys[:2]
 
 
 ASK = {"messages": [{"role": "user", "content": "Q"}]}

@@ -68,15 +68,15 @@ class Schedule(PlayedPool):
         """Make one request, as the endpoint does."""
         try:
             call = session.complete(text, SAMPLING, text.encode(), is_retry=is_retry)
-            with session.waiting(call):
-                answer = await session.answer(call, 1000.0)
+            with session.count_waiting(call):
+                answer = await session.wait_for_answer(call, 1000.0)
                 assert answer is not None
                 session.remember(call)
                 # The answer is being written.
                 await asyncio.sleep(0)
-                session.deliver(call)
+                session.record_delivery(call)
                 if self.draw.random() < 0.2:
-                    session.withdraw(call)
+                    session.withdraw_delivery(call)
                     raise ConnectionResetError
                 self.texts.append(text + answer.text)
         except (RequestError, ConnectionResetError):

@@ -20,7 +20,7 @@ def test_sessions_without_a_seed_draw_apart() -> None:
     async def drive(seed: str | None) -> set[int]:
         sessions = Sessions(unused)
         opened = [sessions.open("guest", seed, SAMPLING, Limits(9, 9, 9.0), unused) for _ in range(3)]
-        return {session._sampler.seed_of(prompt) for session in opened}
+        return {session._sampler.next_seed(prompt) for session in opened}
 
     assert len(asyncio.run(drive(None))) == 3
     assert len(asyncio.run(drive("attempt"))) == 1
