@@ -57,6 +57,7 @@ class Countdown:
         return Start((*problem.messages[:-1], {"role": "user", "content": question}))
 
     async def step(self, turn: Turn) -> Step:
+        """Judge the guess in a turn. A wrong guess gets the reason, until no guess is left."""
         fault = explain_wrong_guess(turn.text, self.numbers, self.target)
         if fault is None:
             return Step(reward=1.0, done=True, answer_correct=True, metrics={"guesses": 1.0})

@@ -18,9 +18,9 @@ from megarl.types import MegarlError, Problem, ToolCall
 def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     """Import an environment by its name in the recipe, and return the function that answers requests.
 
-    A request has the name of an environment's method in `do`, with the method's arguments. The answer has the `value`
-    returned, the `error` raised, or `unavailable` with the reason. `is_last`: the process cannot run another attempt.
-    Raises RefusedError if the environment cannot be used.
+    A request names a method of the environment in `do`, with its arguments. The answer has the `value` returned, the
+    `error` raised, or `unavailable` with the reason. `is_last`: the process cannot run another attempt. Raises
+    RefusedError.
     """
     try:
         make = environment_maker(settings["environment"], settings["settings"])

@@ -187,7 +187,7 @@ class OpenEnv:
         return data
 
     def _read_observation(self, answer: Mapping[str, Any]) -> str:
-        """Return an observation as text: the configured field, its only text, or all fields as JSON."""
+        """Return the configured field of an observation, its only text, or all fields as JSON."""
         observation = answer["observation"]
         if self._observation is not None:
             if self._observation not in observation:

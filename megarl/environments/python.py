@@ -40,14 +40,11 @@ class Python(ToolEnvironment):
                 raise ConfigError(str(error)) from None
 
     async def reset(self, problem: Problem, seed: int) -> Start:
-        """Start the attempt, and the sandbox if needed. Raises EnvironmentUnavailableError if the sandbox does not
-        start.
-        """
+        """Start the attempt, and the sandbox if needed. Raises EnvironmentUnavailableError."""
         await start_call(self._start_sandbox, {})
         return await super().reset(problem, seed)
 
     def _start_sandbox(self) -> AnySandbox:
-        """Return the running sandbox. Raises EnvironmentUnavailableError if it does not start."""
         try:
             return _start_shared_sandbox(json.dumps(asdict(self._settings)))
         except (SandboxError, ConfigError) as error:

@@ -70,7 +70,7 @@ class Index:
         return self._bm25.get_scores(words) if words else np.zeros(len(self.texts), np.float32)
 
     def find_best(self, query: str, count: int) -> list[int]:
-        """Return the numbers of the `count` documents with the highest scores, best first. Ties are in the corpus's
+        """Return the numbers of the `count` documents with the highest scores, best first. Ties keep the corpus's
         order.
         """
         scores = self.score_documents(query)
@@ -89,7 +89,7 @@ def terms(text: str) -> list[str]:
 
 @lru_cache(maxsize=8)
 def _build_index(path: str) -> Index:
-    """Read and index a corpus, JSON lines with `text`. Raises DataError."""
+    """Index a corpus of JSON lines with `text`. Raises DataError."""
     try:
         lines = check_regular(Path(path)).read_bytes().splitlines()
     except OSError as error:

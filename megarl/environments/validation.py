@@ -84,6 +84,7 @@ def _check_state(state: object, method: str) -> None:
 
 
 def _check_messages(messages: object, method: str) -> None:
+    """Raise TypeError unless each message has a role, and each tool call a function's name."""
     if not _are_mappings(messages) or not all("role" in message for message in messages):
         raise TypeError(f"the environment's {method} returned messages without role and content: {messages!r:.80}")
     for message in messages:

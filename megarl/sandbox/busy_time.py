@@ -12,8 +12,8 @@ from megarl.processes.process_tree import descendants
 class BusyTime:
     """Seconds during which the processes of a run had a CPU or waited for one.
 
-    The kernel reports this time for living processes only. Ended processes count with their last report, and once with
-    the time from there to the next reading.
+    The kernel reports this time for living processes only. An ended process counts with its last report. The time from
+    there to the next reading is added once for all ended processes.
     """
 
     def __init__(self, spawner: int) -> None:

@@ -73,6 +73,7 @@ def confine_process(confinement: Confinement, limits: Mapping[str, Any]) -> None
 
 
 def _set_resource_limits(confinement: Confinement, limits: Mapping[str, Any]) -> None:
+    """Set the kernel's limits on CPU time, memory, files and threads of this process."""
     # rlimits have whole seconds, and the kernel samples CPU time. So `sandbox` checks the exact time.
     soft_cpu_seconds = math.floor(limits["cpu_seconds"]) + 1
     limits_by_resource = {
@@ -111,7 +112,6 @@ def run_source(source: bytes, search_path: Sequence[str]) -> NoReturn:
 
 
 def _reset_interpreter(search_path: Sequence[str]) -> None:
-    """Restore the state in which Python starts a program."""
     # The spawner froze all objects and switched the garbage collector off.
     gc.enable()
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -55,10 +55,9 @@ class Layers:
             )
 
     def require_minimum(self) -> None:
-        """Raise ConfigError if a layer that every recipe needs is missing: an unprivileged user, and namespaces or
-        seccomp.
+        """Raise ConfigError without an unprivileged user, or without both namespaces and seccomp.
 
-        Without namespaces and seccomp, processes started by a program would outlive it and its limits.
+        Without these, processes started by a program would outlive it and its limits.
         """
         if "unprivileged" not in self.active:
             self.require(("unprivileged",))

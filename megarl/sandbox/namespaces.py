@@ -75,8 +75,8 @@ def become_user(user: int) -> None:
 def enter_namespaces(trees: Sequence[str], is_root: bool) -> None:
     """Move this process into namespaces with a root of only `trees` (read-only), some devices and an empty /tmp.
 
-    `is_root`: the process is root, and builds the root folder before it drops root's rights: perhaps only root can read
-    Python. Raises OSError with the failed step; the process is then useless.
+    With `is_root` it builds the root folder before it drops root's rights: perhaps only root can read Python. Raises
+    OSError with the failed step; the process is then useless.
     """
     # Open it first, because the new root has no /proc.
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -165,7 +165,7 @@ def _mount_file(path: str) -> None:
 
 
 def _make_mount_point(path: str) -> str:
-    """Return the mount point of a folder in the new root. A folder below /tmp also gets a link."""
+    """Return a folder's mount point in the new root. A folder below /tmp also gets a link."""
     if not path.startswith(f"{_TMP}/"):
         return _NEW_ROOT + path
     path_below_tmp = path.removeprefix(f"{_TMP}/")

@@ -360,10 +360,10 @@ class _Run:
                 self._connection.send(b"kill")
 
     def _extend_deadline(self) -> float:
-        """Return the next deadline of a run at its deadline, in seconds of `time.monotonic`; in the past: kill the run.
+        """Return the next deadline of a run, in seconds of `time.monotonic`; in the past: kill the run.
 
-        Only idle time counts, so busy time (computing or waiting for a CPU) extends the deadline. Raises SandboxError
-        if the program has not begun.
+        Only idle time counts, so computing or waiting for a CPU extends the deadline. Raises SandboxError if the
+        program has not begun.
         """
         if self._begin_time is None:
             status = bytes(self._content_by_pipe[self._status]).decode(errors="replace")
@@ -420,7 +420,7 @@ class _Run:
 
 
 def _make_sealed_file(content: bytes) -> int:
-    """Return the descriptor of an unchangeable file in memory with this content, positioned at its start."""
+    """Return the descriptor of a read-only file in memory, positioned at its start."""
     file = os.memfd_create("megarl-sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     unwritten = memoryview(content)
     while unwritten:
@@ -432,9 +432,7 @@ def _make_sealed_file(content: bytes) -> int:
 
 @lru_cache(maxsize=1)
 def _find_python() -> tuple[str, list[str], list[str]]:
-    """Return the Python interpreter outside any virtual environment, the folders that it reads, and its module search
-    path.
-    """
+    """Return Python's interpreter outside any virtual environment, the folders that it reads, and its search path."""
     interpreter = getattr(sys, "_base_executable", None) or sys.executable
     library = Path(sysconfig.get_path("stdlib", vars={"installed_base": sys.base_prefix}))
     search_path = [str(library), str(library / "lib-dynload")]

@@ -141,7 +141,7 @@ def prepare(
 
 
 def _make_served_model(recipe: Recipe, served_name: str | None, tokenizer: str | None) -> ServedModel:
-    """Return what clients learn about the base model. Names default to model.path."""
+    """Describe the base model for clients. Names default to model.path."""
     shape = read_model_shape(recipe.model.folder, recipe.model.override_config)
     lora_targets = set(recipe.lora.targets)
     return ServedModel(

@@ -69,7 +69,7 @@ class Trainer(Protocol):
         """Create a model from a saved one. Without its optimizer state it gets a new optimizer.
 
         Raises DataError for damaged files: an existing model of this name is unchanged. Raises StorageError if the disk
-        fails: an existing model is unchanged or gone.
+        fails: an existing model may be lost.
         """
         ...
 

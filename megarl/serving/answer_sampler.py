@@ -64,9 +64,7 @@ class AnswerSampler:
     async def _make_prompt_tokens(
         self, conversation: Conversation, earlier_answer: Answered | None
     ) -> NDArray[np.int32]:
-        """Return a conversation's prompt tokens [prompt]. They begin with the tokens of `earlier_answer`, its earlier
-        part.
-        """
+        """Return a conversation's prompt tokens [prompt], which begin with the tokens of `earlier_answer`."""
         # Appending to recorded tokens keeps a trajectory one sequence. Rendering again could change the tokens.
         if earlier_answer is None:
             return await self._codec.encode_opening(conversation)

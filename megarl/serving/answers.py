@@ -58,8 +58,8 @@ class Answer:
 class ModelCallUnderWay:
     """A model call in progress. Several HTTP requests may wait for it: the first one and its repeats.
 
-    `number` counts the session's calls by their starts, from 1. `num_received` requests got the answer. `is_continued`:
-    a later call's messages contain the answer.
+    `number` counts the session's calls by their starts, from 1. `remember` enters the answer into the session's
+    history. `num_received` requests got the answer. `is_continued`: a later call's messages contain the answer.
     """
 
     number: int

@@ -212,7 +212,6 @@ class Endpoint:
         return await self._sender.send(COMPLETIONS, request, session, call, parameters, body)
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
-        """Return the length of a conversation's prompt, without sampling."""
         session, _, body = await self._read_request(request)
         chat, _ = MESSAGES.convert_to_chat(body)
         conversation, _ = self._sessions.codec.drop_unwritten_names(read_conversation(chat))
@@ -277,7 +276,7 @@ class Endpoint:
         return session, request_hash, body
 
     def _find_session(self, request: web.Request) -> Session:
-        """Return the session of a request. Raises RequestError without a session."""
+        """Return the session of a request's key, or refuse the request."""
         self._check_key(request)
         session = self._sessions.find(_read_secret(request))
         if session is None:
@@ -290,7 +289,6 @@ class Endpoint:
         return session
 
     def _check_key(self, request: web.Request) -> None:
-        """Raise RequestError unless the key is a session's secret or the endpoint's token."""
         # In the path only a session's secret is valid; the token is valid in the header only.
         secret = _read_secret(request)
         if self._sessions.find(secret) is None and ("secret" in request.match_info or not self._is_token(secret)):

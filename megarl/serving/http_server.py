@@ -77,8 +77,8 @@ class HttpServer:
     async def start(self, host: str, port: int, *, is_held: bool = False) -> str:
         """Listen at an address, and return the base URL. Port 0 takes any free port.
 
-        `is_held`: clients wait in the kernel until `accept` is called. If the address is not available, close the
-        server and raise ConfigError with the port's field.
+        `is_held`: clients wait in the kernel until `accept` is called. If the address is taken, close the server and
+        raise ConfigError.
         """
         await self._runner.setup()
         loop = asyncio.get_running_loop()
@@ -115,9 +115,7 @@ class HttpServer:
         await self._runner.cleanup()
 
     def admit(self, request: web.Request) -> bool:
-        """Count a request's connection towards `max_connections`, after its key was accepted. False: the limit is
-        reached.
-        """
+        """Count a connection whose request has a known key. Returns False if `max_connections` is reached."""
         connection = None if request.transport is None else request.transport.get_protocol()
         if isinstance(connection, _Connection):
             # A client sends its next request only after it has read the last answer.
@@ -241,7 +239,6 @@ class _Connection(asyncio.Protocol):
 
 
 def _has_unacknowledged_bytes(transport: asyncio.WriteTransport) -> bool:
-    """Return whether a connection has bytes that the other side has not acknowledged."""
     num_in_kernel = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
     # The end of a half-closed connection counts as one byte.
     return transport.get_write_buffer_size() + int.from_bytes(num_in_kernel, "little") > 1

@@ -128,7 +128,9 @@ class Monitor:
                 headers={"WWW-Authenticate": "Bearer"},
             )
         elif not self._server.admit(request):
-            response = web.json_response({"error": f"there are {_MAX_CONNECTIONS} connections"}, status=503)
+            response = web.json_response(
+                {"error": f"all {_MAX_CONNECTIONS} connections are in use; retry later"}, status=503
+            )
         else:
             try:
                 response = await handler(request)

@@ -230,9 +230,7 @@ class Session:
         self._calls[number].is_continued = True
 
     async def end(self, reward: float | None = None) -> None:
-        """End the session and abort running model calls. Every caller waits for the end; only the first one's reward
-        counts.
-        """
+        """End the session and abort running model calls. Each caller waits for the end; the first one's reward counts."""
         if self._end_task is None:
             self.ended.set()
             self.reward = reward
@@ -297,7 +295,7 @@ class Session:
 
 
 def _identify(body: bytes, caller: Caller) -> bytes:
-    """Equal bodies of two agents are different requests."""
+    """Return a digest of body and caller: equal bodies of two agents are different requests."""
     # Parallel sub-agents often begin with the same task.
     return hashlib.sha256(body + caller.agent.encode()).digest()
 

@@ -29,8 +29,8 @@ delay an attempt's end for longer.
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a session: tokens of prompt plus completion, number of model calls, seconds without a call, and sampled
-    tokens of all calls together (None: no limit).
+    """Limits of a session: tokens of prompt plus completion, model calls, seconds without a call, and sampled tokens of
+    all calls (None: no limit).
     """
 
     context_tokens: int

@@ -99,7 +99,7 @@ class Sessions:
                 await event.wait()
         except TimeoutError:
             raise RequestError(
-                "the run that this program belongs to has not gone on with it yet; send the same request again",
+                "the run has restarted, and has not opened this program's session yet; send the same request again",
                 status=503,
                 retry_after=1,
             ) from None

@@ -369,8 +369,8 @@ class Library:
 
 
 class LiveTrial:
-    """The environments of a trial, by session: their description while they may run, else None. Its file has a line for
-    each change.
+    """The environments of a trial, by session: their description while they may run, else None. The trial's file has a
+    line for each change.
     """
 
     def __init__(self, file):

@@ -48,8 +48,8 @@ def make_child_settings(
 ) -> ServerSettings:
     """Return the settings of a child process: `child.py` with the adapter of `library`, run by `python`.
 
-    The adapter gets `settings`. `memory_gib` limits the address space of the process; None: no limit. Forks get
-    `end_seconds` to stop what they have started, also after the end of this process.
+    The adapter gets `settings`. `memory_gib` limits the address space. Forks get `end_seconds` to stop what they have
+    started, also after the end of this process.
     """
     return ServerSettings(
         (python, str(_SCRIPT), library),
@@ -173,11 +173,10 @@ class LibraryProcess:
         return cls(server, introduction, reader, writer, max_answer_bytes=max_answer_bytes, end_seconds=end_seconds)
 
     async def request(self, message: Mapping[str, Any], seconds: float | None = None) -> dict[str, Any]:
-        """Send a request and return the value in its answer. `seconds` limits the wait; None: no limit.
+        """Send a request and return the value in its answer. Waits at most `seconds`; None: no limit.
 
-        Raises ForeignError for an error of the library, and ChildError if the process ended or gave an invalid answer.
-        Raises TimeoutError after `seconds`. An overdue or cancelled request ends its fork, or the process if it has no
-        forks.
+        Raises ForeignError for an error of the library, ChildError for an ended process or an invalid answer, and
+        TimeoutError. An overdue or cancelled request ends its fork, or the process if it has no forks.
         """
         self._num_requests += 1
         request_id = self._num_requests
@@ -213,6 +212,7 @@ class LibraryProcess:
         await self._reading_task
 
     def _send_message(self, message: Mapping[str, Any]) -> None:
+        """Send a message to the process. Raises ChildError if it has ended."""
         if self._reading_task.done() or self._is_closing:
             raise ChildError("the child process of the environment ended")
         try:
@@ -221,7 +221,7 @@ class LibraryProcess:
             raise ChildError(f"the request to the environment's child process is not JSON: {error}") from None
 
     def _cancel_request(self, request_id: int) -> None:
-        """End the fork of request `request_id`. If the process has no forks, end the process."""
+        """End the fork of the request, or the whole process if it has no forks."""
         if self.introduction.get("is_forked") is not True:
             self.kill()
         # A closing process ends all forks itself.

@@ -162,7 +162,7 @@ class CommandLineRuntime:
             self._run_client("rm", "--force", self._name)
 
     def _wait_until_running(self) -> int:
-        """Return the id of the container's first process. Raises OSError if it does not start."""
+        """Return the id of the container's first process. Raises OSError without one."""
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline:
             if self._main.exit_code(0.1) is not None:

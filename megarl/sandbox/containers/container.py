@@ -130,7 +130,7 @@ class Container:
         except (EOFError, OSError, FrameError) as error:
             keeper_end = None if self._process is None else await self._process.stop()
             reason = "its keeper ended" if keeper_end is None else keeper_end.stderr_tail() or keeper_end
-            raise ContainerError(f"ContainerError: it does not start: {reason}") from error
+            raise ContainerError(f"ContainerError: the container does not start: {reason}") from error
         self.seconds_to_start = time.monotonic() - start_time
 
     async def adopt(self) -> None:
@@ -142,13 +142,13 @@ class Container:
             raise ContainerError("ContainerLost: the container has ended") from error
 
     async def _read_greeting(self, connection: socket.socket) -> None:
-        """Read the keeper's first message: the container's facts, or why it does not start."""
+        """Read the keeper's first message: the container's facts, or the reason why it does not start."""
         reader, self._writer = await asyncio.open_connection(sock=connection)
         greeting = await _read_frame(reader)
         if "refused" in greeting:
             if self._process is not None:
                 await self._process.stop()
-            raise ContainerError(f"ContainerError: it does not start: {greeting['refused']}")
+            raise ContainerError(f"ContainerError: the container does not start: {greeting['refused']}")
         self.url, self.running_label, self.seconds_running = greeting["url"], greeting["running"], greeting["seconds"]
         if self.settings.outlives_host and self._supervisor_pidfd is None:
             self._supervisor_pidfd = os.pidfd_open(greeting["supervisor"])
@@ -271,7 +271,7 @@ class Container:
             self._writer.write(encode_message(message))
 
     async def _pass_on_answers(self, reader: asyncio.StreamReader) -> None:
-        """Pass answers to their requests until the connection ends. Then fail the unanswered requests."""
+        """Pass answers to their requests. At the end of the connection, fail the unanswered ones."""
         try:
             while True:
                 answer = await _read_frame(reader)
@@ -308,7 +308,6 @@ def _keeper_command(settings: ContainerSettings) -> tuple[list[str], dict[str, s
 
 
 async def _is_readable(descriptor: int, seconds: float) -> bool:
-    """Wait up to `seconds` for a descriptor to become readable. Returns whether it is."""
     loop, is_ready = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(descriptor, is_ready.set)
     try:

@@ -1,4 +1,6 @@
-"""Keeper: one process per container. It sets up the container and serves its host's connection. Both end together."""
+"""Keeper: one process per container. It sets up the container and serves its host's connection. The container ends with
+it.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,6 @@ def _keep_machine_container(
 def _keep_command_line_container(
     settings: dict[str, Any], connection: socket.socket, listener: socket.socket | None
 ) -> None:
-    """Keep a container of podman or docker."""
     runtime = CommandLineRuntime(settings)
     try:
         if settings["network"] == "endpoint":
@@ -202,7 +203,7 @@ _KEEPERS_BY_KIND = {
 
 
 def _build_root_as_other_user(root: RootFolder, proc: int) -> None:
-    """Build a container's root folder, then become a user without rights. `proc`: descriptor of /proc."""
+    """Build a container's root folder, then drop root's rights. `proc`: descriptor of /proc."""
     # Build with root's rights, because perhaps only root can read the folders. The container's programs lose them.
     # Choose the user first, because the mounts' owners are mapped to this user.
     user = _find_unprivileged_user(proc)
@@ -227,9 +228,7 @@ def _close_connections(connection: socket.socket, listener: socket.socket | None
 
 
 def _find_unprivileged_user(proc: int) -> int:
-    """Return the id of a user without rights in this process's user namespace. Raises PermissionError if there is
-    none.
-    """
+    """Return the id of a user without rights in this process's user namespace. Raises PermissionError without one."""
     with os.fdopen(os.open("self/uid_map", os.O_RDONLY, dir_fd=proc)) as file:
         ranges = [tuple(map(int, line.split())) for line in file]
     for user in unprivileged_users():

@@ -27,7 +27,6 @@ class Relay:
         threading.Thread(target=self._accept_clients, daemon=True).start()
 
     def _accept_clients(self) -> None:
-        """Accept clients for ever, each with a thread of its own."""
         while True:
             # The kernel's queue holds further clients.
             self._free_connections.acquire()

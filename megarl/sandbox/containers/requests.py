@@ -230,7 +230,7 @@ class RequestLoop:
         return {"exit_code": program.exit_code, "outcome": outcome, "refused": program.start_error, **printed_texts}
 
     def _watch_program(self, program: _Program) -> str:
-        """Wait for the end of a program. Returns the exceeded limit, as `KIND: text`; empty: none."""
+        """Wait for a program's end. Returns the exceeded limit, as `KIND: text`; empty: none."""
         while not program.wait_for_end(_TICK_SECONDS):
             request = self._receive_request(0.0)
             if request is not None and request["do"] == "join" and request["label"] == self._label:

@@ -88,7 +88,6 @@ def _run_of_checkpoints(checkpoints: Sequence[Stored]) -> RunState:
 
 
 def _describe_checkpoint(stored: Stored) -> dict[str, Any]:
-    """Return a checkpoint as the SDK's Checkpoint."""
     expiry_time = stored.record.get("expires")
     return {
         "checkpoint_id": f"{stored.kind}/{stored.name}",

@@ -99,7 +99,7 @@ class TrainingCalls(RequestHandlers):
         """Use the number of an unreadable request, and return a promise that fails with `error`.
 
         After a refusal SDK 0.38 continues with the next number, and later requests would wait for this one.
-        `is_training`: the next step fails too. Raises NotFoundError, and a BusyError until the client's patience ends.
+        `is_training`: the next step fails too. Raises NotFoundError, and BusyError for a while.
         """
         session, model = self._sessions.find_model(model_id, owner)
         self._sessions.record_use(session, model)

@@ -34,8 +34,8 @@ class Accounts:
 
 
 def read_accounts(file: Path | None, host: str) -> Accounts:
-    """Return the accounts of a file. Raises ConfigError for an invalid file, or if `host` is reachable from other
-    machines and there is no file.
+    """Return the accounts of a file. Raises ConfigError if it is invalid, or missing for a `host` that others can
+    reach.
     """
     if file is None:
         if not _is_loopback(host):

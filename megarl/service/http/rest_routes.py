@@ -81,7 +81,6 @@ class RestRoutes:
         return web.Response(status=204)
 
     async def _set_lifetime(self, request: web.Request, owner: str) -> web.StreamResponse:
-        """Set the seconds after which a checkpoint is deleted."""
         body = read_fields(Lifetime, dict(await read_json(request)))
         try:
             self._desk.checkpoints.set_lifetime(_checkpoint_path(request), owner, body.ttl_seconds)

@@ -175,9 +175,9 @@ class _Routes:
 
     @contextlib.contextmanager
     def _count_body_bytes(self, request: web.Request, owner: str) -> Iterator[None]:
-        """Context of reading a request's body. Its bytes count among those that the account sends now.
+        """Context in which a request's body is read. Meanwhile its bytes count for the account.
 
-        Raises RequestError for a compressed body, and BusyError if they are too many.
+        Raises RequestError for a compressed body, and BusyError above the account's limit.
         """
         if encoding := request.headers.get("Content-Encoding"):
             raise RequestError(f"Content-Encoding = {encoding:.50}: send the body uncompressed", status=415)
@@ -217,7 +217,7 @@ class _Routes:
     ) -> web.StreamResponse:
         """Answer a numbered request with the promise that `accept_body` returns.
 
-        An unreadable or too large request gets a failed promise, the latter after the SDK's repetitions.
+        An unreadable request gets a failed promise. A request above the limits gets it after the SDK's repetitions.
         """
         body_start = bytearray()
         try:

@@ -108,9 +108,7 @@ class Page(Body):
 
 
 class Lifetime(Body):
-    """Seconds until a checkpoint expires; None: never. The field is required: without it the request would mean
-    nothing.
-    """
+    """Seconds until a checkpoint expires; None: never. The field is required."""
 
     ttl_seconds: Annotated[int, Field(ge=_TTL_SECONDS[0], le=_TTL_SECONDS[1])] | None
 

@@ -41,7 +41,7 @@ class Admission:
         self._bytes: Counter[str] = Counter()
         """Bytes of the bodies of unfinished requests by account."""
         self._read_bytes: Counter[str] = Counter()
-        """By account: bytes of the bodies now being read."""
+        """Bytes of the bodies now being read, by account."""
 
     def check_tokens(self, owner: str, tokens: int) -> None:
         """Raise BusyError if a request of this many tokens would exceed a limit of the account, or of all accounts.
@@ -54,8 +54,8 @@ class Admission:
             return
         if num_tokens + tokens > limits.tokens_per_key:
             raise BusyError(
-                f"this key has requests with {num_tokens} tokens waiting, and at most {limits.tokens_per_key}; this "
-                f"one has {tokens}. Send it again when others have finished"
+                f"requests of this key with {num_tokens} tokens are waiting, and the limit is {limits.tokens_per_key}; "
+                f"this request has {tokens} tokens. Send it again when others have finished"
             )
         if self._tokens.total() + tokens > limits.tokens:
             raise BusyError(
@@ -67,8 +67,8 @@ class Admission:
 
     def full_queue_message(self, owner: str, num_bytes: int) -> str:
         return (
-            f"this key has requests with {self._bytes[owner] / 2**20:.0f} MiB waiting, and at most "
-            f"{self._limits.bytes_per_key / 2**20:.0f} MiB; this one has {num_bytes / 2**20:.1f} MiB. Send smaller "
+            f"requests of this key with {self._bytes[owner] / 2**20:.0f} MiB are waiting, and the limit is "
+            f"{self._limits.bytes_per_key / 2**20:.0f} MiB; this request has {num_bytes / 2**20:.1f} MiB. Send smaller "
             "calls, or wait for the results of earlier ones"
         )
 
@@ -81,7 +81,7 @@ class Admission:
         # An account may always send one body, whatever the limit.
         if self._read_bytes[owner] and self._read_bytes[owner] + num_bytes > self._limits.bytes_per_key:
             raise BusyError(
-                f"this key sends {self._read_bytes[owner] / 2**20:.0f} MiB at once, and at most "
+                f"this key is sending {self._read_bytes[owner] / 2**20:.0f} MiB, and the limit is "
                 f"{self._limits.bytes_per_key / 2**20:.0f} MiB; send the request again"
             )
         self._read_bytes[owner] += num_bytes

@@ -122,7 +122,7 @@ class _Sequence:
 
 
 def _make_failing_work(sequence: _Sequence, reason: str | None, message: str) -> Work:
-    """Return the work that fails a refused request with `message`, and with a `reason` the model's next step.
+    """Return the work of a refused request: fail it with `message`. With a `reason`, the model's next step fails too.
 
     The work runs when the request's turn comes, so no earlier step fails.
     """
@@ -285,8 +285,7 @@ class Ledger:
     def expire_results(self) -> None:
         """Drop results `READ_SECONDS` after their first read, and unread ones `UNREAD_SECONDS` after their end.
 
-        If a request's sequence number is missing for `GAP_SECONDS`, the requests after it go on. Dropped and skipped
-        numbers stay used: a client cannot send another request with them.
+        Requests that wait `GAP_SECONDS` for a missing number go on. Dropped and missing numbers stay used.
         """
         # Results first read, or finished, before these times are dropped.
         read_before = self._clock() - READ_SECONDS

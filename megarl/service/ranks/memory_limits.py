@@ -22,7 +22,7 @@ class RankMemory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HostRoom:
-    """Room on a host: `num_bytes` for models and copies of weights. One model needs `model_bytes` on all its ranks
+    """Room on a host: `num_bytes` for models and copies of weights. One model needs `model_bytes` on its ranks
     together.
     """
 
@@ -36,9 +36,7 @@ class HostRoom:
 
 
 class MemoryLimits:
-    """The hosts of the trainer's ranks. `max_bytes` is the room on each host; None: a share of its available
-    memory.
-    """
+    """The hosts of the trainer's ranks, each with `max_bytes` of room; None: a share of its available memory."""
 
     def __init__(self, ranks: Sequence[RankMemory], max_bytes: int | None) -> None:
         """Add up the memory of the ranks of each host. `max_bytes` None: a share of the memory available there."""

@@ -86,7 +86,7 @@ class _ReservedRoom:
 
 
 def _any_rank_has(fault: str | None) -> bool:
-    """Return whether any rank has a fault. A collective, so all ranks stop together."""
+    """Return whether any rank has a fault. A collective: all ranks stop together."""
     count = torch.tensor(int(fault is not None), device=device.current())
     dist.all_reduce(count)
     return bool(count)

@@ -119,6 +119,7 @@ class RankTrainer:
     async def forward_backward(
         self, model_id: str, batch: TokenBatch, loss: str, settings: Mapping[str, float], *, is_forward_only: bool
     ) -> NDArray[np.float32]:
+        """Run a batch on the ranks, in a turn of training with the model in memory."""
         method = "adapters.measure" if is_forward_only else "adapters.accumulate"
 
         async def run_in_turn() -> NDArray[np.float32]:
@@ -154,6 +155,7 @@ class RankTrainer:
         await asyncio.to_thread(complete_manifest, folder, files, {"format": "torch_dist"})
 
     async def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
+        """Load a checkpoint into a model. If a rank cannot read its part, the model is gone."""
         await asyncio.to_thread(check_intact, folder)
         faults = await self._call_adapters(
             "load",
@@ -172,6 +174,7 @@ class RankTrainer:
         await self._call_adapters("publish", model_id, version, check=check, prepare=prepare)
 
     async def publish_folder(self, folder: Path, version: str) -> None:
+        """Copy a checkpoint's weights into memory, under the name of a version."""
         await asyncio.to_thread(check_intact, folder)
         prepare = partial(self._memory.add_version, version)
         faults = await self._call_adapters("publish_folder", folder.absolute(), version, prepare=prepare)

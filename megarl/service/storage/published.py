@@ -134,9 +134,9 @@ class PublishedWeights:
         return version
 
     async def _forget_surplus_copies(self, owner: str) -> None:
-        """Drop an account's least recently used copies above MAX_PUBLISHED. Copies in use stay.
+        """Drop an account's least recently used copies above MAX_PUBLISHED, except those in use.
 
-        Weights of a checkpoint can be read again. Copies of a model end for ever.
+        Weights of a checkpoint can be read again. Copies of a model are lost.
         """
         owner_weights = [weights for weights in self._published if weights.owner == owner]
         # The last one is wanted now.
@@ -147,6 +147,7 @@ class PublishedWeights:
         await self._forget_weights(surplus_weights)
 
     async def _forget_weights(self, ended_weights: list[Weights]) -> None:
+        """Remove weights from the list, and their versions from the trainer's memory."""
         versions = [weights.version for weights in ended_weights if weights.version is not None]
         self._published = [weights for weights in self._published if weights not in ended_weights]
         for weights in ended_weights:

@@ -57,9 +57,8 @@ class AgentProgram:
     def expect(self, keys: Sequence[str], orphaned_containers: Sequence[tuple[str, str]] = ()) -> None:
         """Accept the requests of agents' programs.
 
-        After a restart of the driver, programs of the last driver may still run. Their requests, with the session
-        `keys`, wait until their sessions open. The programs of `orphaned_containers` (node, name) cannot continue, so
-        these containers are ended.
+        Programs of an earlier driver may still run. Their requests, with the session `keys`, wait until their sessions
+        open. Containers in `orphaned_containers` (node, name) are ended: their programs cannot continue.
         """
         self.runner.sessions.expect(keys)
         self.runner.containers.end_earlier(orphaned_containers)

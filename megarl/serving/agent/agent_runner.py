@@ -266,9 +266,9 @@ async def _wait_within_limit(
 ) -> Result:
     """Wait for `work` and return its result.
 
-    Raises TimeoutError after `seconds`, not counting time in which the engines are paused. Raises ProgramError if
-    the endpoint refuses too many calls of the session, or a call beyond its limit of tokens. Raises StorageError if
-    the journal cannot be written, because the program would only repeat its failed calls.
+    Raises TimeoutError after `seconds` without the engines' pauses. Raises ProgramError if the endpoint refuses too
+    many calls of the session, or a call beyond its limit of tokens. Raises StorageError if the journal cannot be
+    written: the program would only repeat its failed calls.
     """
     # Pauses before the start must not extend the limit.
     deadline = time.monotonic() - engine.seconds_paused + seconds
@@ -300,7 +300,7 @@ def _check_attempt(engine: AttemptEngine, session: Session) -> None:
 
 
 async def _run_verifier(harbor: HarborTask, container: AttemptContainer) -> tuple[float | None, str | None]:
-    """Run a task's verifier. Returns (reward, None), or (None, reason for the missing reward)."""
+    """Return (reward, None), or (None, reason for the missing reward)."""
     try:
         return await harbor.verify(container), None
     except VerifierError as error:

@@ -264,7 +264,6 @@ class Containers:
         return max(candidates, key=lambda node: (node.memory.bytes_per_container, -len(node.names)), default=None)
 
     def _report_wait(self, memory_bytes: int) -> None:
-        """Warn once that containers wait for memory."""
         if not self._is_wait_reported:
             self._is_wait_reported = True
             self._notify(

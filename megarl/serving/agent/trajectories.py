@@ -94,7 +94,7 @@ def make_session_trajectory(
 
 
 def _list_new_messages(answers: Sequence[Answer]) -> list[Sequence[Message]]:
-    """Return the new messages of each answer's prompt: those after the earlier answer that it continues, else all."""
+    """Return the new messages of each answer's prompt: without those of the earlier answer that it continues."""
     answers_by_number = {answer.number: answer for answer in answers}
     new_messages: list[Sequence[Message]] = []
     for answer in answers:

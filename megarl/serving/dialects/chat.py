@@ -188,7 +188,6 @@ def model(name: str) -> dict[str, Any]:
 
 
 def _make_message(answer: Answer) -> dict[str, Any]:
-    """Return an answer as OpenAI's assistant message."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
     if answer.calls:
         # OpenAI sends null for an empty text next to tool calls.

@@ -230,7 +230,6 @@ def _convert_messages(message: Mapping[str, Any], field_path: str) -> list[dict[
 
 
 def _convert_tool_result(block: Mapping[str, Any], field_path: str) -> dict[str, Any]:
-    """Convert a `tool_result` block to a message of role tool."""
     if not isinstance(call_id := block.get("tool_use_id"), str):
         raise RequestError(f"{field_path}.tool_use_id: must be a text", param=field_path)
     text = _read_text("" if block.get("content") is None else block["content"], f"{field_path}.content")
@@ -262,7 +261,6 @@ def _convert_assistant(content: Any, field_path: str) -> dict[str, Any]:
 
 
 def _convert_call(block: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a tool_use block to OpenAI's tool call."""
     arguments: Any = block["input"]
     # Unwrap only what `_arguments_as_object` would wrap: a text that is not a JSON object.
     if arguments.keys() == {_INVALID_ARGUMENTS} and _arguments_as_object(arguments[_INVALID_ARGUMENTS]) == arguments:

@@ -161,7 +161,6 @@ class _Reply:
         }
 
     def _split_function_name(self, name: str) -> dict[str, str]:
-        """Return a called function's name, and its namespace if it has one."""
         prefix = next((prefix for prefix in self.prefixes if name.startswith(prefix)), None)
         if prefix is None:
             return {"name": name}

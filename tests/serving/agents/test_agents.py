@@ -237,7 +237,7 @@ async def test_a_program_in_a_sandbox_is_recorded_like_any_other(attempt: MakeAt
     flooded = await attempt("sh", "-c", "yes", sandbox="sandbox", output_mib=1)
     assert flooded.failure == "OutputLimit: the program printed more than 1048576 bytes"
     absent = await attempt("true", sandbox="sandbox", folders=("/no/such/folder",))
-    assert absent.failure is not None and absent.failure.startswith("ContainerError: it does not start")
+    assert absent.failure is not None and absent.failure.startswith("ContainerError: the container does not start")
 
 
 REPEATING = """
