@@ -69,7 +69,7 @@ def confine_process(confinement: Confinement, limits: Mapping[str, Any]) -> None
         )
     # Last, because the filter forbids the system calls used above.
     if "seccomp" in layers:
-        seccomp.apply(is_alone="namespaces" in layers)
+        seccomp.apply_filter(is_isolated="namespaces" in layers)
 
 
 def _set_resource_limits(confinement: Confinement, limits: Mapping[str, Any]) -> None:
@@ -175,5 +175,5 @@ def _print_error(error: BaseException) -> None:
     sys.stderr.flush()
 
 
-def limits_of(text: bytes) -> Mapping[str, Any]:
+def read_limits(text: bytes) -> Mapping[str, Any]:
     return json.loads(text)

@@ -45,7 +45,7 @@ class KernelError(OSError):
     """Raised if a system call fails. The text names the system call."""
 
 
-def machine() -> str:
+def processor_name() -> str:
     """Return the processor's name in system call tables. Raises KernelError for an unsupported processor."""
     name = platform.machine()
     if name not in _NUMBERS:
@@ -61,7 +61,7 @@ def _check_result(result: int, call: str) -> int:
 
 
 def syscall(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
-    number = _SINCE_5.get(name) or _NUMBERS[machine()][name]
+    number = _SINCE_5.get(name) or _NUMBERS[processor_name()][name]
     c_arguments = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
     return _check_result(_LIBC.syscall(ctypes.c_long(number), *c_arguments), name)
 
@@ -69,7 +69,7 @@ def syscall(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | N
 def clone(flags: int) -> int:
     """Fork into new namespaces; return 0 in the child. Only `os.fork` initialises Python's state in the child."""
     zero = ctypes.c_long(0)
-    number = ctypes.c_long(_NUMBERS[machine()]["clone"])
+    number = ctypes.c_long(_NUMBERS[processor_name()]["clone"])
     return _check_result(
         _HOLDING_LIBC.syscall(number, ctypes.c_long(flags | _SIGCHLD), zero, zero, zero, zero), "clone"
     )

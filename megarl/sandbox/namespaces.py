@@ -99,7 +99,7 @@ def enter_namespaces(trees: Sequence[str], is_root: bool) -> None:
         os.close(proc)
 
 
-def start_run() -> int:
+def fork_run() -> int:
     """Fork the first process of a sandbox run, and return 0 in it. It sees no other process."""
     return clone(_RUN_NAMESPACES)
 

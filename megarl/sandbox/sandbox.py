@@ -145,7 +145,7 @@ class Sandbox:
         """
         with self._lock:
             self._start_if_needed()
-            return self._run(
+            return self._run_program(
                 program,
                 stdin,
                 cpu_seconds=self._settings.timeout_seconds if cpu_seconds is None else cpu_seconds,
@@ -160,9 +160,9 @@ class Sandbox:
                 connection.shutdown(socket.SHUT_RDWR)  # Wakes a thread waiting for it.
         # A thread in `run` holds the lock, and closes its own descriptors.
         with self._lock:
-            self._close()
+            self._stop_spawner()
 
-    def _close(self) -> None:
+    def _stop_spawner(self) -> None:
         connection, process = self._connection, self._process
         self._connection = self._process = None
         if connection is not None:
@@ -175,7 +175,7 @@ class Sandbox:
         """Start the spawner unless it runs, check its layers, and run a trial program."""
         if self._process is not None and self._process.exit_code() is None:
             return
-        self._close()
+        self._stop_spawner()
         # If namespaces fail, the spawner is useless. Start another one without them.
         layers_to_try = [layer for layer in LAYERS if layer not in self._without]
         faults: dict[str, str] = dict.fromkeys(self._without, "left out")
@@ -184,7 +184,7 @@ class Sandbox:
             faults |= new_faults
             if layers or "namespaces" not in new_faults:
                 break
-            self._close()
+            self._stop_spawner()
             layers_to_try.remove("namespaces")
         self._layers = Layers(frozenset(layers), faults)
         try:
@@ -192,7 +192,7 @@ class Sandbox:
             self._layers.require(self._settings.require)
             self._run_trial()
         except BaseException:
-            self._close()
+            self._stop_spawner()
             raise
 
     def _start_spawner(self, layers: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -210,7 +210,7 @@ class Sandbox:
             self._process.kill()
             with self._process.stderr as errors:
                 reason = errors.read().decode(errors="replace")[-2000:].strip()
-            self._close()
+            self._stop_spawner()
             raise SandboxError(f"the sandbox does not start: {reason or 'its standard error is empty'}")
         self._process.stderr.close()
         answer = json.loads(text)
@@ -242,7 +242,7 @@ class Sandbox:
     def _run_trial(self) -> None:
         """Run the trial program. Raises SandboxError if its output or user is not as expected."""
         try:
-            trial = self._run(_TRIAL, "", cpu_seconds=10.0, output_bytes=_PART_BYTES)
+            trial = self._run_program(_TRIAL, "", cpu_seconds=10.0, output_bytes=_PART_BYTES)
         except SandboxError as error:
             reason = str(error)
         else:
@@ -256,7 +256,7 @@ class Sandbox:
             "such as /root"
         )
 
-    def _run(self, program: str, stdin: str, *, cpu_seconds: float, output_bytes: int) -> RunResult:
+    def _run_program(self, program: str, stdin: str, *, cpu_seconds: float, output_bytes: int) -> RunResult:
         """Send the spawner a program and its limits, and collect its output until it ends."""
         assert self._connection is not None
         limits = {"cpu_seconds": cpu_seconds, "memory_bytes": self._settings.memory_mib << 20}
@@ -282,10 +282,10 @@ class Sandbox:
             )
             run.read_until_end()
         except OSError as error:
-            self._close()
+            self._stop_spawner()
             raise SandboxError(f"the sandbox's spawner ended: {error}") from None
         except BaseException:
-            self._close()  # Late messages of this run must not be taken for another run's.
+            self._stop_spawner()  # Late messages of this run must not be taken for another run's.
             raise
         finally:
             for descriptor in (*sent_files, *own_pipe_ends):

@@ -9,7 +9,7 @@ import ctypes
 import errno
 import struct
 
-from megarl.sandbox.kernel import CLONE_THREAD, PR_SET_NO_NEW_PRIVS, machine, prctl, syscall
+from megarl.sandbox.kernel import CLONE_THREAD, PR_SET_NO_NEW_PRIVS, prctl, processor_name, syscall
 
 _ALLOWED = """
 read:0:63 write:1:64 readv:19:65 writev:20:66 pread64:17:67 pwrite64:18:68 preadv:295:69 pwritev:296:70 close:3:57
@@ -74,19 +74,19 @@ _Instruction = tuple[int, int, int, int]
 """Instruction of the kernel's filter language: code, jump if true, jump if false, constant."""
 
 
-def make_filter(name: str, *, is_alone: bool) -> bytes:
+def make_filter(processor: str, *, is_isolated: bool) -> bytes:
     """Return the filter program in the kernel's format for a processor, `x86_64` or `aarch64`.
 
-    `is_alone`: the sandboxed program sees only its own processes and files.
+    `is_isolated`: the sandboxed program sees only its own processes and files.
     """
-    number_column = 1 if name == "x86_64" else 2
-    entries = [entry.split(":") for entry in (_ALLOWED + (_ALLOWED_IF_ISOLATED if is_alone else "")).split()]
+    number_column = 1 if processor == "x86_64" else 2
+    entries = [entry.split(":") for entry in (_ALLOWED + (_ALLOWED_IF_ISOLATED if is_isolated else "")).split()]
     numbers = [int(entry[number_column]) for entry in entries if entry[number_column] != "-"]
-    at_condition = _AT_CONDITION[name]
+    at_condition = _AT_CONDITION[processor]
     # Another architecture (for example 32-bit calls) has other call numbers, so it ends the process.
     instructions: list[_Instruction] = [
         (_LOAD, 0, 0, _MACHINE),
-        (_EQUAL, 1, 0, _ARCHITECTURE[name]),
+        (_EQUAL, 1, 0, _ARCHITECTURE[processor]),
         (_RETURN, 0, 0, _KILL_PROCESS),
         (_LOAD, 0, 0, _NUMBER),
     ]
@@ -143,9 +143,9 @@ _SENDTO: list[_Instruction] = [
 ]
 
 
-def apply(*, is_alone: bool) -> None:
+def apply_filter(*, is_isolated: bool) -> None:
     """Filter all later system calls of this process. Raises KernelError."""
-    instructions = make_filter(machine(), is_alone=is_alone)
+    instructions = make_filter(processor_name(), is_isolated=is_isolated)
     buffer = ctypes.create_string_buffer(instructions, len(instructions))
     header = ctypes.create_string_buffer(struct.pack("@HxxxxxxP", len(instructions) // 8, ctypes.addressof(buffer)), 16)
     prctl(PR_SET_NO_NEW_PRIVS, 1)

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from megarl.processes.process_tree import fork_child, kill_tree
 from megarl.sandbox import landlock, namespaces, seccomp
-from megarl.sandbox.inside import READY, Confinement, confine_process, limits_of, run_source
+from megarl.sandbox.inside import READY, Confinement, confine_process, read_limits, run_source
 from megarl.sandbox.kernel import PR_SET_NO_NEW_PRIVS, KernelError, prctl
 
 MAX_MESSAGE_BYTES = 4096
@@ -38,13 +38,13 @@ _COUNTS_BY_NAMESPACE = (5, 14)
 """First kernel version that counts a user's tasks by user namespace. Earlier kernels also count tasks elsewhere."""
 
 
-def spawn(control: int, start: dict[str, Any]) -> NoReturn:
+def spawn(control: int, settings: dict[str, Any]) -> NoReturn:
     """Run the programs that the driver sends, until it closes the connection.
 
-    `start`: the folders that programs see, and the names of the isolation layers to try.
+    `settings`: the folders that programs see, and the names of the isolation layers to try.
     """
     connection = socket.socket(fileno=control)
-    confinement, faults = _set_up(start)
+    confinement, faults = _enter_layers(settings)
     connection.send(json.dumps({"layers": sorted(confinement.layers), "faults": faults}).encode())
     # Until now stderr carried errors to the starting process.
     os.dup2(0, 2)
@@ -57,11 +57,13 @@ def spawn(control: int, start: dict[str, Any]) -> NoReturn:
         if not text:
             os._exit(0)
         if len(descriptors) == _DESCRIPTORS:
-            connection.send(json.dumps(_run_and_report(connection, confinement, limits_of(text), descriptors)).encode())
+            connection.send(
+                json.dumps(_run_and_report_usage(connection, confinement, read_limits(text), descriptors)).encode()
+            )
         # An empty list of descriptors is a request to kill a run that has ended meanwhile.
 
 
-def _set_up(start: dict[str, Any]) -> tuple[Confinement, dict[str, str]]:
+def _enter_layers(settings: dict[str, Any]) -> tuple[Confinement, dict[str, str]]:
     """Enter all available layers. Returns the confinement of runs, and the reasons for missing layers by name."""
     for name in _PREIMPORTED:
         importlib.import_module(name)
@@ -70,9 +72,9 @@ def _set_up(start: dict[str, Any]) -> tuple[Confinement, dict[str, str]]:
     faults: dict[str, str] = {}
     layers = {"limits"}
     is_root = os.geteuid() == 0
-    if "namespaces" in start["layers"]:
+    if "namespaces" in settings["layers"]:
         try:
-            namespaces.enter_namespaces(start["trees"], is_root)
+            namespaces.enter_namespaces(settings["trees"], is_root)
             layers.add("namespaces")
         except OSError as error:
             # This process is only partly inside, and useless. Another spawner starts without namespaces.
@@ -87,17 +89,17 @@ def _set_up(start: dict[str, Any]) -> tuple[Confinement, dict[str, str]]:
         layers.add("unprivileged")
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     for layer, probe in (("landlock", _probe_landlock), ("seccomp", _probe_seccomp)):
-        if layer in start["layers"]:
+        if layer in settings["layers"]:
             fault = _try_in_child(probe)
             if fault is None:
                 layers.add(layer)
             else:
                 faults[layer] = fault
-    _import_packages(start["packages"], start["listable"])
+    _import_packages(settings["packages"], settings["listable"])
     # Measure after all imports: each run starts with this address space.
     used_bytes = int(os.read(statm, 200).split()[0]) * resource.getpagesize()
     os.close(statm)
-    trees, listable, search_path = (tuple(start[name]) for name in ("trees", "listable", "search_path"))
+    trees, listable, search_path = (tuple(settings[name]) for name in ("trees", "listable", "search_path"))
     counts_tasks = "namespaces" in layers and _kernel() >= _COUNTS_BY_NAMESPACE
     return Confinement(frozenset(layers), trees, listable, search_path, used_bytes, counts_tasks), faults
 
@@ -121,7 +123,7 @@ def _probe_landlock() -> None:
 
 
 def _probe_seccomp() -> None:
-    seccomp.apply(is_alone=False)
+    seccomp.apply_filter(is_isolated=False)
 
 
 def _try_in_child(probe: Callable[[], None]) -> str | None:
@@ -145,13 +147,13 @@ def _try_in_child(probe: Callable[[], None]) -> str | None:
     return fault or (None if exit_code == 0 else f"a process that tried it ended with {exit_code}")
 
 
-def _run_and_report(
+def _run_and_report_usage(
     connection: socket.socket, confinement: Confinement, limits: Any, descriptors: list[int]
 ) -> dict[str, Any]:
     """Run a program to its end, or until the driver requests a kill. Returns exit code, CPU time and memory."""
     try:
         if "namespaces" in confinement.layers:
-            child = fork_child(lambda: _run_first_process(confinement, limits, descriptors), namespaces.start_run)
+            child = fork_child(lambda: _run_first_process(confinement, limits, descriptors), namespaces.fork_run)
         else:
             child = fork_child(lambda: _run_program(confinement, limits, descriptors))
     except OSError as error:
@@ -161,13 +163,13 @@ def _run_and_report(
         for descriptor in descriptors:
             os.close(descriptor)
     # Unlike `wait`, a pidfd can be polled together with the connection.
-    child_end = os.pidfd_open(child)
+    child_pidfd = os.pidfd_open(child)
     poll = select.poll()
-    poll.register(child_end, select.POLLIN)
+    poll.register(child_pidfd, select.POLLIN)
     poll.register(connection, select.POLLIN)
     while True:
         ready = {descriptor for descriptor, _ in poll.poll()}
-        if child_end in ready:
+        if child_pidfd in ready:
             break
         # Any message here is a kill request. An empty one means that the other side has closed.
         message = connection.recv(MAX_MESSAGE_BYTES)
@@ -175,7 +177,7 @@ def _run_and_report(
         if not message:
             os._exit(0)
         poll.unregister(connection)
-    os.close(child_end)
+    os.close(child_pidfd)
     _, status, usage = os.wait4(child, 0)
     return {
         "exit_code": _exit_code(status),
@@ -213,8 +215,8 @@ def _run_program(confinement: Confinement, limits: Any, descriptors: list[int]) 
             source = file.read()
         # Move them above 2, so that dup2 overwrites none that is still needed.
         moved_descriptors = [_move_above_stderr(descriptor) for descriptor in (stdin, stdout, stderr, status)]
-        for number, descriptor in enumerate(moved_descriptors[:3]):
-            os.dup2(descriptor, number)
+        for standard_descriptor, descriptor in enumerate(moved_descriptors[:3]):
+            os.dup2(descriptor, standard_descriptor)
         status = os.dup2(moved_descriptors[3], 3, inheritable=False)
         os.closerange(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         confine_process(confinement, limits)
@@ -231,8 +233,8 @@ def _move_above_stderr(descriptor: int) -> int:
 
 
 def main() -> NoReturn:
-    """Run the spawner process. Command-line arguments: the connection's descriptor, and `start` as JSON."""
-    control, start = int(sys.argv[1]), json.loads(sys.argv[2])
+    """Run the spawner process. Command-line arguments: the connection's descriptor, and `settings` as JSON."""
+    control, settings = int(sys.argv[1]), json.loads(sys.argv[2])
     sys.argv[:] = [""]
     null_device = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(2):
@@ -243,4 +245,4 @@ def main() -> NoReturn:
         file.write("1000")
     # Only the connection and the standard streams are passed on: close what the starting process left open.
     os.closerange(3, control)
-    spawn(control, start)
+    spawn(control, settings)

@@ -12,7 +12,7 @@ from megarl.serving.answer_reader import read_chat, read_text
 from megarl.serving.answers import Answer
 from megarl.serving.codec import Codec
 from megarl.serving.conversation import Conversation
-from megarl.serving.history import Answered, AnsweredText, History
+from megarl.serving.history import AnsweredConversation, AnsweredText, History
 from megarl.serving.session_journal import SessionJournal, make_request_facts
 from megarl.serving.session_sampler import SessionSampler
 from megarl.types import Caller, SamplingSettings
@@ -46,7 +46,7 @@ class AnswerSampler:
     def remember_chat(self, conversation: Conversation, answer: Answer) -> None:
         answered_conversation = conversation.with_messages([answer.message])
         token_ids = answer.call.token_ids.astype(np.int32)
-        self._history.add(Answered(answered_conversation, token_ids, answer.number))
+        self._history.add(AnsweredConversation(answered_conversation, token_ids, answer.number))
 
     def remember_text(self, prompt: str | NDArray[np.int32], answer: Answer) -> None:
         if isinstance(prompt, str):
@@ -62,7 +62,7 @@ class AnswerSampler:
         return await self._make_prompt_tokens(conversation, self._history.find(conversation))
 
     async def _make_prompt_tokens(
-        self, conversation: Conversation, earlier_answer: Answered | None
+        self, conversation: Conversation, earlier_answer: AnsweredConversation | None
     ) -> NDArray[np.int32]:
         """Return a conversation's prompt tokens [prompt], which begin with the tokens of `earlier_answer`."""
         # Appending to recorded tokens keeps a trajectory one sequence. Rendering again could change the tokens.

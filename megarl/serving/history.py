@@ -20,7 +20,7 @@ ForkReason = Literal["tools", "system", "history"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Answered:
+class AnsweredConversation:
     """A conversation up to an answer, its tokens, int32 [prompt + new_tokens], and the number of its call."""
 
     conversation: Conversation
@@ -53,15 +53,15 @@ class History:
     """
 
     def __init__(self) -> None:
-        self._answered_conversations: list[Answered] = []
-        self._answered_by_digest: dict[bytes, list[Answered]] = {}
+        self._answered_conversations: list[AnsweredConversation] = []
+        self._answered_by_digest: dict[bytes, list[AnsweredConversation]] = {}
         self._texts: list[AnsweredText] = []
 
-    def add(self, answered: Answered) -> None:
+    def add(self, answered: AnsweredConversation) -> None:
         self._answered_conversations.append(answered)
         self._answered_by_digest.setdefault(answered.conversation.hash_beginnings()[-1], []).append(answered)
 
-    def find(self, conversation: Conversation) -> Answered | None:
+    def find(self, conversation: Conversation) -> AnsweredConversation | None:
         """Return the longest answered conversation that `conversation` continues, the newest of equals, or None."""
         # From the longest beginning to the shortest, without the whole conversation: its last message is new.
         for digest in conversation.hash_beginnings()[-2:0:-1]:
@@ -71,7 +71,7 @@ class History:
                     return answered
         return None
 
-    def find_fork(self, conversation: Conversation, continued: Answered | None) -> Fork | None:
+    def find_fork(self, conversation: Conversation, continued: AnsweredConversation | None) -> Fork | None:
         """Compare a conversation with the most similar answered one. Returns the difference, or None if it continues
         one.
 

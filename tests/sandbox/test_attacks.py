@@ -32,7 +32,7 @@ def test_an_attack_is_contained(sandbox: Sandbox, target: Any, name: str) -> Non
 
 def filtered(program: str) -> str:
     """What a program of this user prints that only the filter of system calls holds."""
-    begin = "import sys\nfrom megarl.sandbox import seccomp\nseccomp.apply(is_alone=False)\nexec(sys.argv[1])"
+    begin = "import sys\nfrom megarl.sandbox import seccomp\nseccomp.apply_filter(is_isolated=False)\nexec(sys.argv[1])"
     return subprocess.run([sys.executable, "-c", begin, program], capture_output=True, text=True).stdout
 
 

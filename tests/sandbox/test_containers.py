@@ -296,7 +296,7 @@ def test_a_later_host_goes_on_with_a_container(
         slow = ["sh", "-c", "echo begun; sleep 2; echo done"]
         running = asyncio.create_task(first.execute(slow, VARIABLES, label="agent"))
         await asyncio.sleep(0.5)
-        await first.leave()
+        await first.disconnect()
         with pytest.raises(ContainerError, match="ContainerLost"):
             await running
         second = Container(of_container)
@@ -308,7 +308,7 @@ def test_a_later_host_goes_on_with_a_container(
             await second.join("other")
         verifying = asyncio.create_task(second.execute(["sleep", "600"], VARIABLES))
         await asyncio.sleep(0.5)
-        await second.leave()
+        await second.disconnect()
         await asyncio.wait({verifying})
         assert isinstance(verifying.exception(), ContainerError)
         third = Container(of_container)
@@ -323,7 +323,7 @@ def test_a_later_host_goes_on_with_a_container(
         # Nobody comes back to this one.
         lost = Container(settings(kind, name=name, outlives_host=True, lease_seconds=1.0))
         await lost.start()
-        await lost.leave()
+        await lost.disconnect()
         # Who only looks for it does not renew the lease.
         while is_left():
             with suppress(OSError):

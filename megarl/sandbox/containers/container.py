@@ -199,7 +199,7 @@ class Container:
     def renew(self) -> None:
         self._send({"do": "renew"})
 
-    async def leave(self) -> None:
+    async def disconnect(self) -> None:
         """Close the connection. A container that outlives its host continues; any other is stopped."""
         if not self.settings.outlives_host:
             await self.stop()

@@ -37,7 +37,7 @@ class ContainerHost:
 
     async def close(self) -> None:
         containers, self._containers = self._containers, {}
-        await asyncio.gather(*(container.leave() for container in containers.values()))
+        await asyncio.gather(*(container.disconnect() for container in containers.values()))
 
     async def _start(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         container = Container(_read_settings(settings))

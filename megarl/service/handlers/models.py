@@ -97,7 +97,7 @@ class Models(RequestHandlers):
         await self._background.run_to_end(load_and_tidy())
         return json_reply(path=body.path, model_id=model_id, type="load_weights")
 
-    def describe(self, model_id: str, owner: str) -> dict[str, Any]:
+    def describe_model(self, model_id: str, owner: str) -> dict[str, Any]:
         """Return the answer to get_info."""
         self._sessions.find_model(model_id, owner)
         served = self._trainer.served

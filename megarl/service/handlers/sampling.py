@@ -30,7 +30,7 @@ _SEEDS = 2**31
 class Sampling(RequestHandlers):
     """Turns sampling requests into samples of the trainer's engines, in any order."""
 
-    async def open(self, body: CreateSampler, owner: str) -> str:
+    async def open_sampler(self, body: CreateSampler, owner: str) -> str:
         """Return the id of a new sampling session, of a checkpoint or of the base model.
 
         Raises UserError or NotFoundError. A repeated request gets the first id.

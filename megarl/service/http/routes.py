@@ -267,7 +267,7 @@ class _Routes:
 
     async def _get_info(self, request: web.Request, owner: str) -> web.StreamResponse:
         body = read_fields(ModelAddress, await _read_json(request))
-        return web.json_response(self._desk.models.describe(body.model_id, owner))
+        return web.json_response(self._desk.models.describe_model(body.model_id, owner))
 
     def _load_weights(self, values: dict[str, Any], owner: str) -> Promise:
         return self._desk.models.load(read_fields(LoadWeights, values), owner)
@@ -284,7 +284,7 @@ class _Routes:
 
     async def _create_sampler(self, request: web.Request, owner: str) -> web.StreamResponse:
         body = read_fields(CreateSampler, await _read_json(request))
-        sampler_id = await self._desk.sampling.open(body, owner)
+        sampler_id = await self._desk.sampling.open_sampler(body, owner)
         return web.json_response({"type": "create_sampling_session", "sampling_session_id": sampler_id})
 
     async def _describe_sampler(self, request: web.Request, owner: str) -> web.StreamResponse:

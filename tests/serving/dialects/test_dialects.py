@@ -21,7 +21,7 @@ from megarl.serving.dialects.dialect import Dialect
 from megarl.serving.dialects.messages import Messages
 from megarl.serving.dialects.responses import Responses
 from megarl.serving.dialects.sampling import RequestParameters
-from megarl.serving.history import Answered, History
+from megarl.serving.history import AnsweredConversation, History
 from megarl.serving.refusal import RequestError
 from megarl.types import Completion, SamplingSettings
 
@@ -66,7 +66,7 @@ class Server:
             self.forks.append(fork.text)
         answer = self.answers.pop(0)
         whole = conversation.with_messages([answer.message])
-        self.history.add(Answered(whole, np.zeros(1, np.int32), answer.number))
+        self.history.add(AnsweredConversation(whole, np.zeros(1, np.int32), answer.number))
         reply = self.dialect.reply(f"t.{answer.number}", "policy", asked, body)
         if not asked.is_streamed:
             return httpx2.Response(200, json=reply.make_body(answer, None))
