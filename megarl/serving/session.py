@@ -230,7 +230,7 @@ class Session:
         self._calls[number].is_continued = True
 
     async def end(self, reward: float | None = None) -> None:
-        """End the session and abort running model calls. Each caller waits for the end; the first one's reward counts."""
+        """End the session and abort running model calls. Each caller waits; the first one's reward counts."""
         if self._end_task is None:
             self.ended.set()
             self.reward = reward
