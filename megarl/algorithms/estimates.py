@@ -85,9 +85,10 @@ def _drawn_majority_at_k(num_correct: int, wrong_counts: tuple[int, ...], num_si
 
 @lru_cache(maxsize=1 << 14)
 def _exact_majority_at_k(num_correct: int, wrong_counts: tuple[int, ...], num_silent: int, k: int) -> float:
-    """Return the exact probability that the most frequent answer of k drawn attempts is correct. Ties are fair draws.
+    """Return the exact probability that the most frequent answer of k drawn attempts is correct.
 
-    The counts are of correct attempts, of each wrong answer (ascending), and of attempts without an answer.
+    Ties are decided at random. The counts are of correct attempts, of each wrong answer (ascending), and of attempts
+    without an answer.
     """
     weighted_wins = 0.0
     for votes in range(1, min(num_correct, k) + 1):
@@ -125,7 +126,7 @@ def _check_k(num_attempts: int, k: int) -> None:
 def mean_with_interval(values: Sequence[float]) -> Measure:
     """Return the mean of one number per problem, each between 0 and 1, with a 95 % interval.
 
-    It is Wilson's score interval if each number is 0 or 1, or if all numbers are equal; the latter is too wide.
+    The interval is Wilson's if each number is 0 or 1, or if all numbers are equal (then it is too wide).
     Otherwise it is the percentile bootstrap over problems, with `NUM_RESAMPLES` resamples and a fixed seed. Both treat
     the problems as a sample of all similar problems. Raises ValueError without problems. Source: Wilson 1927; Efron
     1979.
@@ -154,7 +155,7 @@ def mean_score(values: Sequence[float]) -> Measure:
 def paired_difference(differences: Sequence[float]) -> Measure:
     """Return the mean of one difference per problem, each between -1 and 1, with a 95 % interval.
 
-    If each difference is -1, 0 or 1, it is Agresti and Min's interval: it has a width even if all are 0. Otherwise it
+    If each difference is -1, 0 or 1, the interval is Agresti and Min's. It has a width even if all are 0. Otherwise it
     is the percentile bootstrap of `mean_with_interval`. Raises ValueError without problems. Source: Agresti and Min
     2005 (Statistics in Medicine 24), adding one half to each of the four counts.
     """

@@ -58,7 +58,7 @@ def tis(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, high: float) ->
 def icepop(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
     """Return each token's ratio if it is between `low` and `high`, else zero: [tokens].
 
-    Source: IcePop (Ring-1T, arXiv 2510.18855; 0.5 and 5).
+    Source: IcePop (Ring-1T, arXiv 2510.18855; bounds 0.5 and 5).
     """
     ratios = log_ratios.exp()
     return torch.where((ratios >= low) & (ratios <= high), ratios, 0.0)
@@ -84,7 +84,7 @@ def sequence_rejection(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, 
 def sequence_mask(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
     """Return the product of the sequence's ratios if between `low` and `high`, else 0, for each token: [tokens].
 
-    As TRL's sequence_mask (0 and 3 there).
+    Like TRL's sequence_mask, with bounds 0 and 3 there.
     """
     ratios = broadcast_to_tokens(sequence_sums(log_ratios, cu_seqlens, mask), cu_seqlens, len(mask)).exp()
     return torch.where((ratios >= low) & (ratios <= high), ratios, 0.0)

@@ -52,7 +52,6 @@ def drop_off_policy(policy_loss: Callable[..., LossAndMetrics], *, limit: float)
         mask: Tensor,
         **settings: Any,
     ) -> LossAndMetrics:
-        """Return the policy loss [tokens], zero in dropped sequences, and the share of dropped tokens as metric."""
         # Computed before the loss, because a user's loss may write into its arguments.
         is_dropped = is_off_policy(policy_logprobs, old_logprobs, advantages, cu_seqlens, mask, limit=limit)
         sequence_arguments = (cu_seqlens, mask) if is_of_sequences else ()

@@ -15,7 +15,7 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, c
     """Return half the squared difference of values and returns, with PPO's clipping: [tokens].
 
     `values`, `old_values` and `returns` are [tokens]. A clipped value differs from its old value by at most `clip`;
-    None: no clipping. The larger of both losses counts. Metric `clipped` is 1 where it is the clipped value's.
+    None: no clipping. The larger of both losses counts. Metric `clipped` is 1 where the clipped value's loss counts.
 
     Source: PPO's implementation (arXiv 1707.06347; described in arXiv 2005.12729, section 3).
     """

@@ -78,7 +78,7 @@ def context_fields(recipe: Recipe) -> dict[str, str]:
 
 def unread_context_fields(recipe: Recipe) -> dict[str, str]:
     """Return record fields that are the teacher's prompt in other programs, but not here, each with a remedy."""
-    name = "teacher_prompt"  # of ms-swift
+    name = "teacher_prompt"  # The field's name in ms-swift.
     if recipe.loop != "distillation" or name in context_fields(recipe):
         return {}
     return {

@@ -86,7 +86,7 @@ def _find_record_faults(recipe: Recipe, checks: Mapping[str, Check]) -> Iterator
 
     `checks` has a check of records for each reward function, by name.
     """
-    # A function leaves after its first faulty record.
+    # A function is removed after its first faulty record.
     pending_checks = dict(checks)
     training_sets: list[DataSet] = [recipe.data.train] if recipe.is_on_policy else []
     for data_set in [*training_sets, *recipe.data.validation.values()]:

@@ -34,7 +34,6 @@ def architecture_settings(shape: ModelShape) -> dict[str, Any]:
 
 
 def _window_settings(shape: ModelShape) -> dict[str, Any]:
-    """Return the settings of sliding windows. Raises ConfigError for several sizes: Megatron-Core 0.16.1 has one."""
     sizes = {window for window in shape.windows if window}
     if not sizes:
         return {}

@@ -127,7 +127,6 @@ class MtpForm(NamedTuple):
         return self.layer.startswith(OWN)
 
     def _layer_number(self, model: ModelShape) -> int:
-        """Return the number of the trained MTP layer in the names of its tensors."""
         return 0 if self._has_own_prefix else model.num_layers
 
     def _live_name(self, template: str) -> str:

@@ -171,6 +171,7 @@ def _score_completion(
     place: Place,
     config: Mapping[str, Any],
 ) -> Reward:
+    """Score the final answer of a completion by the scorer of its task."""
     # Checked first: the trial before a run has no answer, and must report a missing package too.
     _check_installed()
     prediction = final_answer(completion_text, record, place=place)

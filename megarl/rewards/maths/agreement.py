@@ -98,6 +98,7 @@ def _split_quantities(text: str) -> tuple[Quantity, ...]:
 
 
 def _compare_formulas(prediction: str, answer: str) -> float:
+    """Return the agreement of two answers, parsed as formulas: 1, 0, or 0.5 for a difference in stray braces."""
     gold, words = _parse_gold_formula(answer)
     predicted_tree = _parse_formula(prediction, words)
     if gold is None or predicted_tree is None:

@@ -37,7 +37,7 @@ class Unit:
         return self.dimensions[0][1] if len(self.dimensions) == 1 and self.names == {_ANY_UNIT} else 0
 
     def may_be(self, other: Unit) -> bool:
-        """Return whether two units, at least one unnamed, can be the same."""
+        """Return whether two units can be the same, if one or both have no name, as in `12 square units`."""
         powers = {self.power_of_any, other.power_of_any} - {0}
         are_unnamed = self.power_of_any and other.power_of_any
         lengths = {power for unit in (self, other) for base, power in unit.dimensions if unit.names == {"metre"}}
@@ -96,7 +96,7 @@ def _find_meaning(
     # V, A and K are units only inside \\text{}; elsewhere they are variables.
     if meaning is None and len(name) == 1:
         meaning = _UNITS.get(f"text {name}")
-        # Without \\text{}, 5 V are volts if the gold answer's are.
+        # Without \\text{}, 5 V are volts if the gold answer is in volts.
         if meaning is not None and not is_text and not (unit_words and set(meaning[1]) <= set(unit_words)):
             meaning = None
     if meaning is not None:

@@ -171,6 +171,7 @@ class ServedReward(Generic[Config]):
         raise ServerFailedError(failure.kind, f"{self._shown_url}, the last of {num_calls} calls: {failure.text}")
 
     async def _call_server(self, body: bytes) -> FunctionScore | _NoScore:
+        """Call the server once, and count how the call ends. Return the score, or the failure."""
         self._count("calls")
         try:
             async with asyncio.timeout(self.config.timeout_seconds):
@@ -200,6 +201,7 @@ class ServedReward(Generic[Config]):
             return _NoScore("parse_error", str(error))
 
     def _substitute_score(self, text: str) -> FunctionScore:
+        """Return `parse_error_score` in place of an unreadable score. The first one is reported."""
         self._count("substituted")
         score = self.config.parse_error_score
         assert score is not None

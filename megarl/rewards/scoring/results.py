@@ -195,7 +195,7 @@ def accuracy_metrics(rewards: Sequence[Reward]) -> dict[str, float]:
     return {"accuracy": fmean([bool(verdict) for verdict in verdicts])} if verdicts else {}
 
 
-def by_source_name(named_items: Iterable[tuple[str, Item]]) -> dict[str, list[Item]]:
+def group_by_source_name(named_items: Iterable[tuple[str, Item]]) -> dict[str, list[Item]]:
     """Group items by data source, under the source's name in metrics.
 
     In a name, characters other than letters, digits, dot, - and _ become _. The 50 largest sources have their own

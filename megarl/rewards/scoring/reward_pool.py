@@ -146,6 +146,7 @@ class RewardPool:
         return FunctionScores({name: score for answer in answers for name, score in answer.scores.items()})
 
     async def _ask_functions(self, sample: Sample) -> FunctionScores:
+        """Score a sample in a free process. Processes that end meanwhile are replaced and counted."""
         try:
             async with self._processes.place() as place:
                 scores = await self._ask_process(sample, place)

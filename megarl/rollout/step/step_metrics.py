@@ -12,7 +12,7 @@ import torch
 from megarl.algorithms.importance import mismatch_metrics, mismatch_moments
 from megarl.config import Recipe
 from megarl.data.formats import value_at
-from megarl.rewards.scoring.results import accuracy_metrics, by_source_name, function_metrics, source_metrics
+from megarl.rewards.scoring.results import accuracy_metrics, function_metrics, group_by_source_name, source_metrics
 from megarl.rollout.state import flatten
 from megarl.rollout.step.rl_batch import RLBatch
 from megarl.tracking.metric_rows import PER_ATTEMPT, MetricRow
@@ -132,7 +132,7 @@ def by_data_source(trajectories: Sequence[Trajectory], field: str | None) -> dic
     if field is None:
         return {}
     named_trajectories = ((value_at(t.problem.record, field), t) for t in trajectories if t.problem.record)
-    return by_source_name((name, t) for name, t in named_trajectories if isinstance(name, str))
+    return group_by_source_name((name, t) for name, t in named_trajectories if isinstance(name, str))
 
 
 def data_source_metrics(trajectories: Sequence[Trajectory], field: str | None) -> dict[str, float]:

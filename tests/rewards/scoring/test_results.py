@@ -14,10 +14,10 @@ from megarl.rewards.functions.function_score import FunctionScore
 from megarl.rewards.scoring.results import (
     SCORE_METRICS,
     accuracy_metrics,
-    by_source_name,
     check_result,
     combine_scores,
     function_metrics,
+    group_by_source_name,
     read_scores,
     source_metrics,
 )
@@ -195,11 +195,13 @@ def test_metrics_of_each_data_source() -> None:
 
 
 def test_names_of_data_sources_are_those_of_metrics_and_bounded_in_number() -> None:
-    assert by_source_name([("x/y", 1), ("", 2), ("x/y", 3)]) == {"x_y": [1, 3], "_": [2]}
-    many = by_source_name([(f"s{number}", number) for number in range(60)] + [("s59", 60)])
-    own_other = by_source_name([("other", -1), *((f"s{number:02}", number) for number in range(60))])
+    assert group_by_source_name([("x/y", 1), ("", 2), ("x/y", 3)]) == {"x_y": [1, 3], "_": [2]}
+    many = group_by_source_name([(f"s{number}", number) for number in range(60)] + [("s59", 60)])
+    own_other = group_by_source_name([("other", -1), *((f"s{number:02}", number) for number in range(60))])
     assert sum(map(len, own_other.values())) == 61 and own_other["other"][0] == -1
-    many_others = by_source_name([(f"s{number}", number) for number in range(60) for _ in range(2)] + [("other", -1)])
+    many_others = group_by_source_name(
+        [(f"s{number}", number) for number in range(60) for _ in range(2)] + [("other", -1)]
+    )
     assert sum(map(len, many_others.values())) == 121 and -1 in many_others["other"]
     assert len(many) == 51 and len(many["other"]) == 10 and many["s59"] == [59, 60]
 

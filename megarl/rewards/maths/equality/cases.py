@@ -12,7 +12,7 @@ _COMPLEMENTS = {"<": ">=", ">=": "<", ">": "<=", "<=": ">", "=": "!=", "!=": "="
 
 
 def same_cases(gold: Node, prediction: Node, is_same_row: Callable[[Node, Node], bool]) -> bool:
-    """Return whether two nodes of `cases` with as many rows have equal values under equal conditions.
+    """Return whether two nodes of `cases` with equally many rows have equal values under equal conditions.
 
     Of two cases, `otherwise` is the opposite of the other condition.
     """
@@ -20,7 +20,7 @@ def same_cases(gold: Node, prediction: Node, is_same_row: Callable[[Node, Node],
 
 
 def _with_written_complement(cases: Node) -> tuple[Node, ...]:
-    """Return the rows, with `otherwise` written as a condition if there is one other condition with one sign."""
+    """Return the rows of cases. Of two rows, `otherwise` becomes the opposite condition: `x <= 0` after `x > 0`."""
     rows = cases.parts
     if len(rows) != 2 or any(len(row.parts) != 2 for row in rows):
         return rows

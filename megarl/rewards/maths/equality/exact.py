@@ -30,6 +30,7 @@ def exact(node: Node) -> Fraction | None:
 
 
 def _exact(node: Node) -> Fraction:
+    """Return the exact value of a formula. Raises NoValueError if a part is not rational, or is too large."""
     if node.kind == "number":
         return node.value
     if node.kind == "numeral":

@@ -231,7 +231,7 @@ def without_domain(node: Node) -> tuple[Node, Node | None]:
 def has_other_domain(gold: Node, domain: Node | None, prediction: Node, predicted_domain: Node | None) -> bool:
     r"""Return whether two domains disagree: \mathbb{Z} and \mathbb{R}.
 
-    A prediction may lack its domain, but an interval is no set of whole numbers. It may have one more, with two
+    A prediction may lack its domain, but an interval is no set of whole numbers. It may add a domain, with two
     exceptions: an inequality, `x > 2`, and the coefficient of another variable, `y = kx`, hold for real numbers, and a
     parameter named like a whole number, `k\pi`, has no fractions as values.
     """

@@ -104,7 +104,7 @@ class Atoms(Scripts):
         return node
 
     def _raise_word(self, word: Node) -> Node:
-        """Parse the exponent after a word like AB: a power or degrees of the word, all else of the last letter."""
+        """Parse the exponent of a word like AB. Powers and degrees apply to the word, all else to the last letter."""
         last = symbol(word.value[-1])
         node = self.raise_to_power(last)
         if node == join_operands("product", [last, DEGREE]):

@@ -51,6 +51,7 @@ class Commands(Cursor):
         return node
 
     def root(self) -> Node:
+        r"""Parse the operand of \sqrt, after its degree in square brackets, if any."""
         degree = number(2)
         if self.token.text == "[":
             self.advance()
