@@ -52,8 +52,8 @@ def count_records(
             f"mixture.{source.name}.{name}" if recipe.mixture else name: text for name, text in source_digests.items()
         }
         named_counts = {
-            f"{source.name} train" if recipe.mixture and name == "train" else name: n
-            for name, n in source_counts.items()
+            f"{source.name} train" if recipe.mixture and name == "train" else name: count
+            for name, count in source_counts.items()
         }
         counts |= named_counts
     if file_errors:

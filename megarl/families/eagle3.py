@@ -243,9 +243,11 @@ def read_vocabulary_maps(folder: str) -> dict[str, np.ndarray]:
     """
     maps: dict[str, np.ndarray] = {}
     for name, tensors in weight_files(folder).items():
-        stored = {published_name(tensor): tensor for tensor in read_safetensors_header(Path(folder) / name, tensors)}
+        names_in_file = {
+            published_name(tensor): tensor for tensor in read_safetensors_header(Path(folder) / name, tensors)
+        }
         with safe_open(Path(folder) / name, "np") as file:
-            maps |= {key: file.get_tensor(stored[key]) for key in (OFFSETS, IS_DRAFTED) if key in stored}
+            maps |= {key: file.get_tensor(names_in_file[key]) for key in (OFFSETS, IS_DRAFTED) if key in names_in_file}
     return maps
 
 

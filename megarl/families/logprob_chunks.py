@@ -49,7 +49,7 @@ def logit_bytes(itemsize: int, *, has_kernels: bool) -> int:
     return itemsize + (0 if has_kernels else 2 * 4)
 
 
-def chosen_chunk_tokens(
+def choose_chunk_tokens(
     *, num_tokens: int, hidden_size: int, vocabulary_rows: int, itemsize: int, has_kernels: bool
 ) -> int:
     """Return the smallest chunk of tokens whose blocks cost at most `BLOCK_SHARE` of the head's time on a GPU.
@@ -97,7 +97,7 @@ def logprob_chunk_tokens(recipe: Recipe, shape: ModelShape, parallel: ParallelCo
         return setting
     if not is_gpu:
         return CPU_CHUNK_TOKENS
-    return chosen_chunk_tokens(
+    return choose_chunk_tokens(
         num_tokens=max(1, recipe.trainer.max_tokens_per_microbatch // parallel.cp),
         hidden_size=shape.hidden_size,
         vocabulary_rows=padded_vocab_size(shape.vocab_size, parallel.tp) // parallel.tp,

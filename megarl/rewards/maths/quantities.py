@@ -213,12 +213,12 @@ def _read_number(text: str) -> tuple[Fraction, int] | None:
     sign = _SIGN.match(text)
     assert sign is not None
     try:
-        number = _read_unsigned_number(text, sign.end())
+        number_and_end = _read_unsigned_number(text, sign.end())
     except NotMathematicsError:
         return None
-    if number is None or number[1] - sign.end() > MAX_DIGITS:
+    if number_and_end is None or number_and_end[1] - sign.end() > MAX_DIGITS:
         return None
-    value, end = number
+    value, end = number_and_end
     return (-value if sign[1] == "-" else value), end
 
 
@@ -228,10 +228,10 @@ def _read_unsigned_number(text: str, start: int) -> tuple[Fraction, int] | None:
         return fraction
     if power := _BARE_POWER_OF_TEN.match(text, start):
         return _power_value(power), power.end()
-    number = read_number(text, start, ANY_SEPARATOR)
-    if number is None:
+    number_and_end = read_number(text, start, ANY_SEPARATOR)
+    if number_and_end is None:
         return None
-    value, end = number
+    value, end = number_and_end
     if text[start:end].isdigit() and (mixed_part := _read_mixed_number(text, end)) is not None:
         part, end = mixed_part
         # 3 5/2 is not a mixed number, and reading it as a product would guess.

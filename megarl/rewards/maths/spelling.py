@@ -266,7 +266,10 @@ def is_within_caps(text: str) -> bool:
     if len(text) > MAX_ANSWER_CHARACTERS or _NESTED_FACTORIAL.search(text):
         return False
     towers = _POWER_TOWER.findall(text)
-    if any(len(low) > 4 or len(high) > 2 or int(low) ** int(high) > MAX_EXPONENT for low, high in towers):
+    if any(
+        len(base) > 4 or len(tower_exponent) > 2 or int(base) ** int(tower_exponent) > MAX_EXPONENT
+        for base, tower_exponent in towers
+    ):
         return False
     depth = max_depth = 0
     for character in text:

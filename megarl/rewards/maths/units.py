@@ -60,7 +60,7 @@ def read_unit(text: str, unit_words: Collection[str] | None = None) -> tuple[boo
     factor = Fraction(1)
     dimensions: Counter[str] = Counter()
     num_words = power_of_any = 0
-    for name, exponent in _unit_words(text):
+    for name, exponent in _split_unit_words(text):
         num_words += 1
         # More words are a sentence, not a unit.
         if num_words > MAX_UNIT_WORDS or name is None:
@@ -88,11 +88,11 @@ def _find_meaning(
     name: str, unit_words: Collection[str] | None, *, is_text: bool
 ) -> tuple[Fraction, dict[str, int]] | None:
     """Return a unit's factor and its base units with exponents. None: the word is not a unit."""
-    singular = _singular(name.lower())
+    singular = _make_singular(name.lower())
     if singular == "pound" and unit_words is not None and "sterling" in unit_words:
         singular = name = "sterling"
     # The plural of a unit whose case matters comes first: 5 Mbs are megabits.
-    meaning = _UNITS.get(name) or _UNITS.get(_singular(name)) or (_UNITS.get(singular) if len(name) > 1 else None)
+    meaning = _UNITS.get(name) or _UNITS.get(_make_singular(name)) or (_UNITS.get(singular) if len(name) > 1 else None)
     # V, A and K are units only inside \\text{}; elsewhere they are variables.
     if meaning is None and len(name) == 1:
         meaning = _UNITS.get(f"text {name}")
@@ -111,7 +111,7 @@ def _find_meaning(
 def is_number_word(word: str) -> bool:
     """Return whether a word changes the number before it, or makes it part of a formula."""
     word = word.lower()
-    return word in _NOT_A_UNIT or _singular(word) in _NOT_A_UNIT or word in FRACTION_WORDS
+    return word in _NOT_A_UNIT or _make_singular(word) in _NOT_A_UNIT or word in FRACTION_WORDS
 
 
 _WRAPPED = re.compile(r"\\(?:text|mathrm|textrm|mbox|textit|textbf|operatorname)\s*\{([^{}]*)\}")
@@ -142,7 +142,7 @@ _SPELLINGS = tuple(
 _OUTER_SPACES = re.compile(r"^(?:\s|\\,|\\ |~)+|\s+$")
 
 
-def _unit_words(text: str) -> Iterator[tuple[str | None, int]]:
+def _split_unit_words(text: str) -> Iterator[tuple[str | None, int]]:
     """Yield (word, exponent) for each word of a unit. A word None: the text is not a unit."""
     text = _FRACTION.sub(r"\1/\2", text)
     text = _WRAPPED.sub(r" \1 ", text.replace("\\%", "%").replace("\\$", "dollar"))
@@ -165,12 +165,12 @@ def _unit_words(text: str) -> Iterator[tuple[str | None, int]]:
             leading_power = 2 if part["power"].startswith("s") else 3
         else:
             exponent = (part["exponent"] or "1").strip()
-            own_power = _POWER_WORDS.get(exponent) or exponent.translate(str.maketrans("²³", "23", "^{} "))
-            yield part["word"], sign * leading_power * int(own_power)
+            word_power = _POWER_WORDS.get(exponent) or exponent.translate(str.maketrans("²³", "23", "^{} "))
+            yield part["word"], sign * leading_power * int(word_power)
             leading_power = 1
 
 
-def _singular(word: str) -> str:
+def _make_singular(word: str) -> str:
     for plural, singular in _PLURALS:
         if word.endswith(plural):
             return word.removesuffix(plural) + singular

@@ -14,7 +14,7 @@ from megarl.config.recipe import load
 from megarl.families.logprob_chunks import (
     BLOCK_SHARE,
     LIMIT_BYTES,
-    chosen_chunk_tokens,
+    choose_chunk_tokens,
     head_seconds,
     logit_bytes,
     logprob_chunk_tokens,
@@ -92,7 +92,7 @@ def test_the_logits_of_a_recipe_stay_within_a_gib(large: Callable[..., Recipe], 
 @pytest.mark.parametrize("rows", [512, 18992, 37984, 151936, 262144])
 @pytest.mark.parametrize("tokens", [1, 512, 8192, 40960, 1_000_000])
 def test_any_sizes_stay_below_the_limit(tokens: int, rows: int, itemsize: int, has_kernels: bool) -> None:
-    chunk = chosen_chunk_tokens(
+    chunk = choose_chunk_tokens(
         num_tokens=tokens, hidden_size=4096, vocabulary_rows=rows, itemsize=itemsize, has_kernels=has_kernels
     )
     assert 1 <= chunk <= tokens
@@ -105,7 +105,7 @@ def test_without_a_limit_blocks_are_even_and_cost_little(
     tokens: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megarl.families.logprob_chunks.LIMIT_BYTES", 1 << 60)
-    chunk = chosen_chunk_tokens(num_tokens=tokens, hidden_size=4096, vocabulary_rows=rows, itemsize=2, has_kernels=True)
+    chunk = choose_chunk_tokens(num_tokens=tokens, hidden_size=4096, vocabulary_rows=rows, itemsize=2, has_kernels=True)
     blocks = [len(block) for block in vocabulary_blocks(tokens, rows, chunk)]
     # Sizes are multiples of 64, so the last block is smaller by at most 64 for each block.
     assert max(blocks) - min(blocks) <= 64 * len(blocks)
@@ -153,7 +153,7 @@ def _printed(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
 
 def test_a_row_far_too_long_gets_the_chunk_of_the_limit() -> None:
     """Blocks of 64 rows are the smallest, and this row's logits do not fit even then."""
-    chunk = chosen_chunk_tokens(
+    chunk = choose_chunk_tokens(
         num_tokens=1_700_000, hidden_size=2560, vocabulary_rows=151_936, itemsize=2, has_kernels=False
     )
     assert chunk == LIMIT_BYTES // (151_936 * logit_bytes(2, has_kernels=False))

@@ -159,10 +159,10 @@ def _determinant(matrix: Matrix) -> int:
 
 def _cofactors(matrix: Matrix, row: int) -> Iterator[int]:
     """Yield the cofactors of one row of a 3 x 3 matrix. Cyclic indices make signs unnecessary."""
-    first, second = matrix[(row + 1) % _SIZE], matrix[(row + 2) % _SIZE]
+    next_row, last_row = matrix[(row + 1) % _SIZE], matrix[(row + 2) % _SIZE]
     for column in range(_SIZE):
-        left, right = (column + 1) % _SIZE, (column + 2) % _SIZE
-        yield first[left] * second[right] - first[right] * second[left]
+        next_column, last_column = (column + 1) % _SIZE, (column + 2) % _SIZE
+        yield next_row[next_column] * last_row[last_column] - next_row[last_column] * last_row[next_column]
 
 
 def _invert(matrix: Matrix) -> Matrix:

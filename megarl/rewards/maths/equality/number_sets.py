@@ -185,15 +185,15 @@ def _without_infinite_ends(relation: Node) -> Node:
     return parts[0] if parts[0].kind == "symbol" else relation
 
 
-def _is_true(first: Fraction, sign: str, second: Fraction) -> bool:
-    is_equal = _is_near(first, second)
+def _is_true(left: Fraction, sign: str, right: Fraction) -> bool:
+    is_equal = _is_near(left, right)
     return {
         "=": is_equal,
         "!=": not is_equal,
-        "<": not is_equal and first < second,
-        ">": not is_equal and first > second,
-        "<=": is_equal or first < second,
-        ">=": is_equal or first > second,
+        "<": not is_equal and left < right,
+        ">": not is_equal and left > right,
+        "<=": is_equal or left < right,
+        ">=": is_equal or left > right,
     }[sign]
 
 

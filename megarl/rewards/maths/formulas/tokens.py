@@ -161,8 +161,8 @@ def _append_command_token(text: str, position: int, has_space: bool, tokens: lis
 def _read_number_token(text: str, position: int, *, has_space: bool, separator: str | None) -> tuple[Token, int]:
     # After ^ or _ an index is not a base: 2^3_1, R_1C_1.
     in_base = read_based_number(text, position) if text[position - 1 : position] not in ("^", "_") else None
-    number = in_base or read_number(text, position, separator)
-    if number is None:
+    number_and_end = in_base or read_number(text, position, separator)
+    if number_and_end is None:
         raise NotMathematicsError(f"there is no number before {text[position:]!r:.20}")
-    value, end = number
+    value, end = number_and_end
     return Token("numeral" if in_base else "number", text[position:end], position, has_space, value), end
