@@ -103,5 +103,6 @@ def test_a_step_is_the_definition_in_float64() -> None:
         weight = (1 - 0.3 * 0.1) * weight - 0.3 * update
         matrix = torch.from_numpy(gradient)
         add_gradient(buffer, matrix, 0.95, nesterov=False)
+        assert np.abs(buffer.numpy() - momentum).max() < 1e-12, step
         apply_update(mine, orthogonal_update(matrix, "quintic", "spectral", 0.2, torch.float64), 0.3, 0.1)
         assert np.abs(mine.numpy() - weight).max() < 1e-9, step
