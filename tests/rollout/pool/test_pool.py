@@ -285,7 +285,7 @@ async def test_aborted_requests_go_before_those_that_wait_the_oldest_first() -> 
         future = asyncio.get_running_loop().create_future()
         pool._requests.pending[name] = PendingRequest(request(name, (5,), 8), future, [])
     pool._queues.common["waits"] = request("waits", (5,), 8)
-    pool._requests.queue_aborted(["a", "c"], {})
+    pool._requests.requeue_aborted(["a", "c"], {})
     assert list(pool._queues.common) == ["a", "c", "waits"]
 
 
