@@ -97,31 +97,35 @@ def combine_scores(
     wrong if none of them applies. Its verdict is None without a judge, or if a judge's verdict is missing. Raises
     ValueError if the sum is too large.
     """
-    opinions = {name: score for name, score in scores.items() if score is not None}
-    total = float(sum(weights[name] * opinion.score for name, opinion in opinions.items()))
-    formats = [opinion.format_valid for opinion in opinions.values() if opinion.format_valid is not None]
+    applied_scores = {name: score for name, score in scores.items() if score is not None}
+    total = float(sum(weights[name] * function_score.score for name, function_score in applied_scores.items()))
+    formats = [
+        function_score.format_valid
+        for function_score in applied_scores.values()
+        if function_score.format_valid is not None
+    ]
     return Reward(
         score=_check_score(total, total),
-        format_valid=all(formats) if opinions else False,
-        answer_correct=_combine_verdicts(opinions, judges, correct_score),
+        format_valid=all(formats) if applied_scores else False,
+        answer_correct=_combine_verdicts(applied_scores, judges, correct_score),
         scores={metric_name(name): None if score is None else score.score for name, score in scores.items()},
         metrics={
             f"{metric_name(name)}/{key}": value
-            for name, opinion in opinions.items()
-            for key, value in opinion.metrics.items()
+            for name, function_score in applied_scores.items()
+            for key, value in function_score.metrics.items()
         },
     )
 
 
 def _combine_verdicts(
-    opinions: Mapping[str, FunctionScore], judges: Mapping[str, Judging], correct_score: float
+    applied_scores: Mapping[str, FunctionScore], judges: Mapping[str, Judging], correct_score: float
 ) -> bool | None:
     """Return whether all judging functions find the answer correct; None: one cannot say."""
     if strongest(judges.values()) == "none":
         return None
     verdicts = [
-        verdict(opinion, judges[name], correct_score)
-        for name, opinion in opinions.items()
+        verdict(function_score, judges[name], correct_score)
+        for name, function_score in applied_scores.items()
         if judges.get(name, "none") != "none"
     ]
     if None in verdicts:
@@ -129,18 +133,18 @@ def _combine_verdicts(
     return bool(verdicts) and all(verdicts)
 
 
-def verdict(opinion: FunctionScore, judging: Judging, correct_score: float) -> bool | None:
+def verdict(function_score: FunctionScore, judging: Judging, correct_score: float) -> bool | None:
     """Return whether a reward function calls the answer right. None: its score is not a verdict.
 
     A verdict in the function's result comes first. Otherwise `judging` decides. `declared`: a score of at least
     `correct_score` means right. Any other value: score 1 means right, score 0 wrong.
     """
-    if opinion.answer_correct is not None:
-        return opinion.answer_correct
+    if function_score.answer_correct is not None:
+        return function_score.answer_correct
     # Without a verdict of its own, a function declared as judge says right from the score of a right answer on.
     if judging == "declared":
-        return opinion.score >= correct_score
-    return verdict_by_value(opinion.score)
+        return function_score.score >= correct_score
+    return verdict_by_value(function_score.score)
 
 
 def verdict_by_value(score: float) -> bool | None:
@@ -174,13 +178,13 @@ def function_metrics(rewards: Iterable[Reward]) -> dict[str, float]:
     # Sources of a mixture may have different functions.
     for name in dict.fromkeys(name for scores in score_tables for name in scores):
         values = [scores[name] for scores in score_tables if name in scores]
-        opinions = [score for score in values if score is not None]
-        metrics[f"reward/{name}/unscored"] = 1 - len(opinions) / len(values)
-        if opinions:
-            metrics[f"reward/{name}/mean"] = fmean(opinions)
-            metrics[f"reward/{name}/std"] = pstdev(opinions)
-            metrics[f"reward/{name}/min"] = float(min(opinions))
-            metrics[f"reward/{name}/max"] = float(max(opinions))
+        applied_scores = [score for score in values if score is not None]
+        metrics[f"reward/{name}/unscored"] = 1 - len(applied_scores) / len(values)
+        if applied_scores:
+            metrics[f"reward/{name}/mean"] = fmean(applied_scores)
+            metrics[f"reward/{name}/std"] = pstdev(applied_scores)
+            metrics[f"reward/{name}/min"] = float(min(applied_scores))
+            metrics[f"reward/{name}/max"] = float(max(applied_scores))
     for key in dict.fromkeys(key for reward in rewards for key in reward.metrics):
         values = [reward.metrics[key] for reward in rewards if key in reward.metrics]
         metrics[f"reward/{key}"] = fmean(values)

@@ -155,8 +155,8 @@ def read_answer(answer: Mapping[str, Any], settings: WorkerSettings, limits: Req
     if "overdue" in answer:
         by_cpu = f"reward.timeout_seconds = {limits.cpu_seconds:g} CPU seconds"
         by_clock = f"reward.wall_timeout_seconds = {limits.wall_seconds:g} by the clock"
-        limit = by_cpu if answer["overdue"] == "cpu" else by_clock
-        return FunctionScores(failure="timeout", detail=f"{settings.names}: took more than {limit}")
+        limit_text = by_cpu if answer["overdue"] == "cpu" else by_clock
+        return FunctionScores(failure="timeout", detail=f"{settings.names}: took more than {limit_text}")
     if "invalid" in answer:
         text = f"the sample cannot be sent to the reward process: {answer['invalid']}"
         return FunctionScores(failure="error", detail=f"{settings.names}: {text}")
