@@ -15,8 +15,11 @@ from megarl.files.strict_json import MEDIUM, parse, shortened
 
 PROMPTS = ("messages", "prompt", "context", "conversations")
 RESPONSES = ("response", "completion")
-GOLD_ANSWERS = ("answer", "ground_truth")
-"""Fields of which either may hold the final answer. Different values in both are an error."""
+GOLD_ANSWERS = (
+    "answer", "ground_truth", "gt_answer", "final_answer", "expected_answer", "reference_answer",
+    "reward_model.ground_truth",
+)  # fmt: skip
+"""Fields of which any may hold the final answer. Different values in two of them are an error."""
 _PROMPT_ROLES = ("prompt", "input", "system", "history", "tools", "other_prompts")
 """Roles whose fields together make a prompt. A field with two of these roles would be read twice."""
 

@@ -78,6 +78,15 @@ _SAMPLING_FIELDS = (
     *(f"{_GYM_REQUEST}.{name}" for name in ("temperature", "top_p", "max_output_tokens", "reasoning")),
 )  # fmt: skip
 """Fields of a problem's own sampling settings. In records that are not sampled they only say how an answer was made."""
+_SINGLE_SETTINGS: dict[str, Any] = {
+    **dict.fromkeys(
+        ("temperature", "top_p", "top_k", "min_p", "max_tokens", "max_new_tokens", "max_completion_tokens", "stop",
+         "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "generation_config"),
+    ),
+    "tool_choice": "auto",
+    "response_format": {"type": "text"},
+}  # fmt: skip
+"""Values without effect of a problem's own sampling settings outside of an object. None: there is no such value."""
 _MAX_TURNS = "max_turns"
 ENVIRONMENT_FIELDS = (
     "agent_name", "tools_kwargs", "need_tools_kwargs", "interaction_kwargs", "env_class", "agent_ref", "env_config",
@@ -233,12 +242,22 @@ def unread_problem_field(fields: Mapping[str, Any], environment: str, rewards: C
     """
     if (fault := _unread_environment_field(fields, environment)) is not None:
         return fault
-    for name in _SAMPLING_FIELDS:
+    # A reward function of the user's own may read a single setting, such as a limit of tokens.
+    has_users_reward = any(":" in reward for reward in rewards or ())
+    for name in (*_SAMPLING_FIELDS, *(() if has_users_reward else _SINGLE_SETTINGS)):
         value = value_at(fields, name)
-        if not says_nothing(value) and not _is_users_environment(environment):
+        is_without_effect = _is_empty(value) or value == _SINGLE_SETTINGS.get(name)
+        if not is_without_effect and not _is_users_environment(environment):
             remedy = "set rollout.sampling in the recipe, for all records alike, and remove the field"
             return describe_unread(name, value, remedy)
     return None if rewards is None else _unread_reward_field(fields, environment, rewards)
+
+
+def _is_empty(value: Any) -> bool:
+    """Return whether a setting has no value. A line end is one: a text to stop at."""
+    if isinstance(value, Mapping):
+        return all(map(_is_empty, value.values()))
+    return all(map(_is_empty, value)) if isinstance(value, list) else value is None or value == ""
 
 
 def _unread_reward_field(fields: Mapping[str, Any], environment: str, rewards: Collection[str]) -> str | None:

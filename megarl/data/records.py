@@ -33,7 +33,7 @@ from megarl.data.messages import (
 from megarl.data.sources.rows import EncodedBytes
 from megarl.data.tools.records import standard_tools
 from megarl.data.tools.schemas import ToolSchema
-from megarl.files.strict_json import shown
+from megarl.files.strict_json import RoundedNumber, shown
 from megarl.types import DataError
 
 BY_FORMAT = FieldNames()
@@ -111,6 +111,8 @@ class Record:
         # Refuse true and false: str() would turn them into the answers "True" and "False".
         if value is None or isinstance(value, bool):
             raise self.error(f"'{field}' is {shown(value)}; give the answer as a string")
+        if any(isinstance(item, RoundedNumber) for item in (value if isinstance(value, list) else [value])):
+            raise self.error(f"'{field}' has a number with more digits than a float keeps; give the answer as a string")
         if isinstance(value, dict | list):
             if not value:
                 raise self.error(f"'{field}' is {shown(value)}; give the answer, or remove the line")
@@ -128,12 +130,9 @@ class Record:
             other_answer = self.at(name)
             if name == field or is_blank(other_answer) or _is_same_answer(other_answer, value):
                 continue
-            # Next to a label, `answer` is often a worked solution that ends with it.
-            if (
-                field == _LABEL_FIELD
-                and isinstance(other_answer, str)
-                and _ends_with_answer(other_answer, str(value).strip())
-            ):
+            # `answer` is often a worked solution that ends with the final answer.
+            is_solution = name == "answer" and isinstance(other_answer, str)
+            if is_solution and _ends_with_answer(other_answer, str(value).strip()):
                 continue
             raise self.error(
                 f"'{name}' is {shown(other_answer)}, but the gold answer is read from '{field}', {shown(value)}; "

@@ -7,6 +7,7 @@ import math
 import re
 import sys
 from collections import Counter
+from decimal import Decimal
 from typing import Any, NoReturn
 
 MAX_DEPTH = 100
@@ -30,6 +31,12 @@ _STRING_OR_NUMBER = re.compile(rf"{_STRING.pattern.decode()}|\d+(?:[.eE][\d.eE+-
 
 class RepeatedKeyError(ValueError):
     """Raised for a JSON object with two values under one key."""
+
+
+class RoundedNumber(float):
+    """A JSON number with more digits than a float keeps."""
+
+    __slots__ = ()
 
 
 def count_values(content: bytes) -> int:
@@ -163,6 +170,9 @@ def _parse_finite_number(text: str) -> float:
     number = float(text)
     if math.isinf(number):
         raise ValueError(f"the number {shortened(text)} is too large")
+    # A float keeps all numbers of 15 digits. The shortest texts of floats have up to 17, and pass the comparison.
+    if len(text) > 15 and Decimal(text) != Decimal(repr(number)):
+        return RoundedNumber(number)
     return number
 
 

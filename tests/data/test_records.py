@@ -44,6 +44,19 @@ def test_answers_are_text_or_numbers_or_structured(tmp_path, answer, text):
     assert only_record(tmp_path, {"gt_answer": answer}).answer() == text
 
 
+@pytest.mark.parametrize("number", ["3.14159265358979323846", "12345678901234567.5", "[1, 0.12345678901234567890]"])
+def test_an_answer_is_never_rounded(tmp_path, number):
+    (record,) = read_records(write(tmp_path / "data.jsonl", f'{{"messages": [], "gt_answer": {number}}}'))
+    with pytest.raises(DataError, match="'gt_answer' has a number with more digits than a float keeps"):
+        record.answer()
+
+
+@pytest.mark.parametrize("number", ["0.30000000000000004", "1.2345678901234568e+16", "2.50000000000000000000"])
+def test_a_number_that_a_float_keeps_is_an_answer(tmp_path, number):
+    (record,) = read_records(write(tmp_path / "data.jsonl", f'{{"messages": [], "gt_answer": {number}}}'))
+    assert record.answer() == str(float(number))
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

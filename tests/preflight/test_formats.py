@@ -101,7 +101,9 @@ def test_a_format_and_fields_may_be_named(recipe: Callable[..., Recipe], tmp_pat
         problem = read_problems(made, tokenizer, path)[0]
         return problem.messages[0]["content"], problem.answer
 
-    assert read() == ("1 + 2", "5")  # what verl writes is recognised
+    with pytest.raises(DataError, match=r"'gt_answer' is \"3\", but .* from 'reward_model\.ground_truth', \"5\""):
+        read()  # what verl writes is recognised
+    assert read(format="verl") == ("1 + 2", "5")
     assert read(format="colossalrl") == ("1 + 2", "3")
     assert read(fields={"prompt": "q.text"}, answer_field="q") == ("2 + 3", {"text": "2 + 3"})
     with pytest.raises(DataError, match=r"line 1: no field for answer; .* the names of the format slime"):

@@ -24,7 +24,21 @@ _BARE_UTF16 = re.compile(rb"[\x09-\x7e]\0|\0[\x09-\x7e]")
 """First character, in ASCII, of a text in UTF-16 without a byte-order mark."""
 _NOT_LINES = (".csv", ".tsv", ".parquet", ".arrow", ".tar")
 _DELIMITERS = {b"\t": "tabs", b";": "semicolons"}
+_UNREAD_KINDS = (".ndjson", ".jl", ".jsonlines", ".tsv", ".tab", ".pq", ".feather", ".ipc", ".orc", ".avro", ".xlsx")
+"""Endings of files that hold records, but are not read from a folder."""
+_UNREAD_COMPRESSIONS = (".bz2", ".xz", ".lz4", ".br", ".zip")
+_COMPRESSED_KINDS = (".jsonl", ".json", ".csv", ".parquet", ".arrow", *_UNREAD_KINDS)
 _CONVERT = "convert it to JSON lines, Parquet, or CSV with commas"
+
+
+def is_unread_data_file(path: Path) -> bool:
+    """Return whether a file's name says that it holds records, in a format that is not read from a folder."""
+    last, inner_suffix = path.suffix.lower(), path.with_suffix("").suffix.lower()
+    if last in _UNREAD_COMPRESSIONS:
+        return inner_suffix in _COMPRESSED_KINDS
+    if last in COMPRESSIONS:
+        return inner_suffix in (*_NOT_LINES, *_UNREAD_KINDS)
+    return last in _UNREAD_KINDS
 
 
 def refuse_other_text(path: Path) -> None:

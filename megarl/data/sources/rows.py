@@ -14,7 +14,7 @@ import io
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from decimal import Decimal
 from pathlib import Path
@@ -24,7 +24,7 @@ from uuid import UUID
 import numpy as np
 
 from megarl.data.sources.compressed import COMPRESSIONS, extension_of, first_bytes, lines_of, stem_of
-from megarl.data.sources.file_kinds import refuse_other_text
+from megarl.data.sources.file_kinds import is_unread_data_file, refuse_other_text
 from megarl.data.sources.harbor import read_task, task_files
 from megarl.files.hub import Patterns, cached_folder, download_command, is_hub_name, names_repository
 from megarl.files.shipped import input_command
@@ -121,12 +121,30 @@ def data_files(source: str | Path) -> list[Path]:
             f"{source}: the folder {path} has data files of several kinds, {', '.join(endings)}; give a folder with "
             "one kind"
         )
+    _refuse_unread_files(source, path, split, files_in_folder)
     return files_in_folder
 
 
 def rows_of(path: Path) -> Iterator[Row]:
     """Yield the rows of a file. Unknown extensions are read as JSON lines. Raises DataError."""
     yield from READERS.get(extension_of(path), _read_json_lines)(path)
+
+
+def _refuse_unread_files(source: str | Path, folder: Path, split: str | None, read_files: Sequence[Path]) -> None:
+    """Raise DataError if the folder holds records in files that megarl cannot read: they would be left out silently.
+
+    With a split, only files of this split count. A compressed copy of a file that is read has no other records.
+    """
+    for file in sorted(folder.rglob("*")):
+        inside = file.relative_to(folder)
+        if not is_unread_data_file(file) or any(part.startswith(".") for part in inside.parts) or not file.is_file():
+            continue
+        if file.with_suffix("") in read_files or (split is not None and split not in _split_words_in_path(inside)):
+            continue
+        raise DataError(
+            f"{source}: the folder {folder} also has {inside}, which is not read; convert it to "
+            f"{extension_of(read_files[0])}, or give a folder without it"
+        )
 
 
 def _partition_source(source: str) -> tuple[str | None, str]:

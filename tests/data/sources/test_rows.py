@@ -264,6 +264,24 @@ def test_a_compressed_copy_beside_its_file_is_no_data(tmp_path: Path) -> None:
         data_files(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "name", ["b.ndjson", "b.tsv", "b.pq", "inner/b.JSONL.bz2", "b.csv.gz", "b.parquet.zst", "train.tsv.xz"]
+)
+def test_a_folder_with_records_in_an_unread_format_is_refused(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "train.jsonl")
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    with pytest.raises(DataError, match=rf"also has {name}, which is not read; convert it to \.jsonl"):
+        data_files(tmp_path)
+
+
+def test_unread_files_without_other_records_are_left_out(tmp_path: Path) -> None:
+    for name in ("train.jsonl", "train.jsonl.bz2", "README.md", "images.zip", ".cache/a.tsv", "test.tsv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert [file.name for file in data_files(f"train@{tmp_path}")] == ["train.jsonl"]
+
+
 def test_configurations_are_not_mixed(tmp_path: Path) -> None:
     for folder in ("main", "socratic"):
         write(tmp_path / "train" / folder / "a.jsonl")
