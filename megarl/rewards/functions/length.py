@@ -48,8 +48,7 @@ def target_of(record: Mapping[str, Any], target: int | None, field: str | None) 
         raise ValueError(f"the record has no field {field!r} with its target length (kwargs.field)")
     value = target if field is None else record[field]
     # A whole number may be a float: a column of numbers with gaps is read as floats.
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 1 <= value < 1e9 or value != int(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value < 1e9 or value != int(value):
         raise ValueError(f"the target length is {value!r:.80}; set it to a whole number of tokens, at least 1")
     return int(value)
 
