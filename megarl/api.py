@@ -151,10 +151,12 @@ def evaluate(
     its metrics.json: the measures of each set with 95 % intervals. Raises the errors of `megarl eval`.
     """
     source = model.path if isinstance(model, Run) else Path(model)
-    place = source / "evaluations" if isinstance(model, Run) else Path("evaluations")
+    parent_folder = source / "evaluations" if isinstance(model, Run) else Path("evaluations")
     # Two evaluations of one model may begin in one second.
     folder = (
-        Path(out) if out is not None else place / f"{source.name}-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns()}"
+        Path(out)
+        if out is not None
+        else parent_folder / f"{source.name}-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns()}"
     )
     options = [] if n is None else ["--n", str(n)]
     options += [] if temperature is None else ["--temperature", str(temperature)]
@@ -200,9 +202,9 @@ def _override_texts(overrides: Overrides | None) -> list[str]:
 def _to_json_value(value: Any) -> Any:
     """Return a JSON value: functions and classes become import paths, paths become texts."""
     if isinstance(value, Mapping):
-        return {str(key): _to_json_value(inside) for key, inside in value.items()}
+        return {str(key): _to_json_value(inner_value) for key, inner_value in value.items()}
     if isinstance(value, list | tuple):
-        return [_to_json_value(inside) for inside in value]
+        return [_to_json_value(inner_value) for inner_value in value]
     if isinstance(value, Path):
         return str(value)
     return _import_path(value) if callable(value) else value
@@ -223,8 +225,8 @@ def _import_path(function: Callable[..., Any]) -> str:
         )
     module = inspect.getmodule(function)
     # A module of a package may have relative imports, so it cannot be imported from its file alone.
-    is_packed = module is not None and bool(module.__package__) and module.__name__ != "__main__"
-    return f"{module.__name__}:{name}" if module is not None and is_packed else f"{Path(file).resolve()}:{name}"
+    is_in_package = module is not None and bool(module.__package__) and module.__name__ != "__main__"
+    return f"{module.__name__}:{name}" if module is not None and is_in_package else f"{Path(file).resolve()}:{name}"
 
 
 def _run_path(recipe: str, overrides: Sequence[str]) -> Path:
@@ -274,13 +276,13 @@ def _make_column(values: Sequence[Any]) -> pa.Array:
     """Return values as an Arrow array. Objects, lists and values of several types become JSON text."""
     import pyarrow as pa
 
-    kinds = {type(value) for value in values if value is not None}
-    is_wide = any(type(value) is int and not -(2**63) <= value < 2**63 for value in values)
-    if (kinds <= {int, float} and not is_wide) or (len(kinds) == 1 and kinds <= {str, bool}):
-        return pa.array([float(value) if value is not None and float in kinds else value for value in values])
+    value_types = {type(value) for value in values if value is not None}
+    exceeds_int64 = any(type(value) is int and not -(2**63) <= value < 2**63 for value in values)
+    if (value_types <= {int, float} and not exceeds_int64) or (len(value_types) == 1 and value_types <= {str, bool}):
+        return pa.array([float(value) if value is not None and float in value_types else value for value in values])
     return pa.array(
         [
-            None if value is None else value if kinds == {str} else json.dumps(value, ensure_ascii=False)
+            None if value is None else value if value_types == {str} else json.dumps(value, ensure_ascii=False)
             for value in values
         ]
     )

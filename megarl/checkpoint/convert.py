@@ -37,7 +37,7 @@ from megarl.checkpoint.safetensors import (
     changed_config,
     header_entry,
     index_text,
-    kept_file,
+    name_unchanged_file,
     pack_files,
 )
 from megarl.checkpoint.torch_dist import (
@@ -125,7 +125,7 @@ def to_megatron(
     dtypes = _converted_dtypes(source, model, dtype)
     chunks = list(split(model, parallel, dtypes, SLAB_BYTES))
     with new_folder(out) as manifest:
-        with _files_checked(hf):
+        with _check_files_in_background(hf):
             # Weights first, then the records that say where each one is, then the folder's other files.
             stored = _write_chunks(source, chunks, manifest)
             _write_records(manifest, model, parallel, chunks, stored)
@@ -180,7 +180,7 @@ def to_hf(
     if not stored_names(model_folder):
         # Without weights, the folder does not show whether experts are packed.
         model = replace(model, packs_experts=_packs_experts(root))
-    with new_folder(out) as manifest, _files_checked(root):
+    with new_folder(out) as manifest, _check_files_in_background(root):
         source = CheckpointReader(checkpoint, model)
         model = source.model
         unchanged_tensors, copies = split_unchanged_tensors(model_folder, model)
@@ -227,7 +227,7 @@ def _prepare_new_files(
     """Return the model's tensors by new file. Write one more file of unchanged tensors, and the index of all files."""
     tensors_by_file = pack_files(shapes_and_dtypes, shard_bytes, num_more=bool(unchanged_tensors))
     new_files = {file: list(tensors) for file, tensors in tensors_by_file.items()}
-    unchanged_files = kept_file(len(new_files), unchanged_tensors)
+    unchanged_files = name_unchanged_file(len(new_files), unchanged_tensors)
     for name, tensors in unchanged_files.items():
         _write_unchanged(tensors, name, manifest)
     if len(new_files) + len(unchanged_files) > 1:
@@ -330,6 +330,7 @@ def _write_records(
     chunks: Sequence[StoredShard],
     stored: Sequence[Stored],
 ) -> None:
+    """Write the checkpoint's metadata, the state common to all ranks, and the names of its formats."""
     # All extra states are equal, so one stored `[None]` serves every key.
     places_of_objects = dict.fromkeys(list_extra_state_keys(model), _append_saved(manifest, stored[0].file, [None]))
     manifest.append(f"{RELEASE}/{METADATA}", metadata_bytes(list(zip(chunks, stored, strict=True)), places_of_objects))
@@ -428,8 +429,8 @@ def _write_unchanged(tensors: Mapping[str, UnchangedTensor], file: str, manifest
 def _split_into_slabs(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Box]:
     """Yield consecutive parts of a tensor, each of at most SLAB_BYTES unless a single row is larger."""
     rows = max(1, SLAB_BYTES // (dtype.itemsize * prod(shape[1:])))
-    for low in range(0, shape[0], rows):
-        yield Box(name, (low, *(0,) * (len(shape) - 1)), (min(low + rows, shape[0]), *shape[1:]))
+    for first_row in range(0, shape[0], rows):
+        yield Box(name, (first_row, *(0,) * (len(shape) - 1)), (min(first_row + rows, shape[0]), *shape[1:]))
 
 
 def _make_slab(box: Box, dtype: torch.dtype, model: ModelShape, write: Callable[[Tensor], None]) -> _Slab:
@@ -459,7 +460,7 @@ def verify_copy(source: Source, result: Source, model: ModelShape, folder: Path)
 
 
 @contextmanager
-def _files_checked(folder: Path) -> Iterator[None]:
+def _check_files_in_background(folder: Path) -> Iterator[None]:
     """Check a folder's files against its manifest, if it has one.
 
     Sizes are checked on entry; a background thread computes hashes, and the exit compares them.

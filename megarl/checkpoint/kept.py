@@ -75,7 +75,7 @@ def list_unchanged_tensors(folder: str | Path, model: ModelShape) -> dict[str, U
     for path, expected in _list_weight_files(Path(folder)):
         header = read_safetensors_header(path, expected)
         if any(name.startswith(prefixes) for name in header):
-            tensors |= {name: tensor for name, tensor in places_in(path) if name.startswith(prefixes)}
+            tensors |= {name: tensor for name, tensor in read_tensor_places(path) if name.startswith(prefixes)}
     return dict(sorted(tensors.items()))
 
 
@@ -98,9 +98,9 @@ def file_content(tensors: Mapping[str, UnchangedTensor]) -> Iterator[bytes]:
     Raises DataError if a source file became shorter since its header was read.
     """
     # Like the safetensors library: the largest items first, so that each tensor is aligned.
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
-    yield safetensors_header({name: tensor.entry for name, tensor in ordered})
-    for _, tensor in ordered:
+    sorted_tensors = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
+    yield safetensors_header({name: tensor.entry for name, tensor in sorted_tensors})
+    for _, tensor in sorted_tensors:
         yield from tensor.content()
 
 
@@ -114,7 +114,7 @@ def _list_weight_files(folder: Path) -> Iterable[tuple[Path, set[str]]]:
     return [(folder / file, expected) for file, expected in weight_files(folder).items()]
 
 
-def places_in(path: Path) -> Iterator[tuple[str, UnchangedTensor]]:
+def read_tensor_places(path: Path) -> Iterator[tuple[str, UnchangedTensor]]:
     """Yield the tensors of a file, by name. Call `read_safetensors_header` first: it checks the header."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
@@ -122,5 +122,6 @@ def places_in(path: Path) -> Iterator[tuple[str, UnchangedTensor]]:
         header = loads(file.read(size), None)
     for name, entry in header.items():
         if name != "__metadata__":
+            # Offsets count from the end of the header, which follows its 8-byte length.
             start, stop = (8 + size + offset for offset in entry["data_offsets"])
             yield name, UnchangedTensor(path, entry["dtype"], tuple(entry["shape"]), start, stop)

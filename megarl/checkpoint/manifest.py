@@ -82,7 +82,7 @@ class ManifestWriter:
         write_manifest(self.folder, self.files, layout)
 
     def release(self, *, durable: bool = False) -> None:
-        """Close all files; with `durable` after fsync."""
+        """Close all files. `durable`: write them to the disk first (fsync)."""
         self._hasher.shutdown()
         while self._open_files:
             with self._open_files.popitem()[1] as file:

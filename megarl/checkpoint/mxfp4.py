@@ -19,7 +19,7 @@ def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
     groups] has one exponent a group. A group with the scale 255 becomes NaN, as the format defines.
     """
     numbers = torch.tensor([*_MAGNITUDES, *(-number for number in _MAGNITUDES)])
-    # A table of both numbers of a byte: the bits need no separation.
+    # Look up both numbers of a byte in one table, instead of separating its bits.
     byte_values = torch.arange(256)
     numbers_of_byte = torch.stack([numbers[byte_values & 15], numbers[byte_values >> 4]], dim=-1)
     values = numbers_of_byte[blocks.int()].flatten(-2)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megarl.checkpoint.kept import UnchangedTensor, places_in
+from megarl.checkpoint.kept import UnchangedTensor, read_tensor_places
 from megarl.families.config_json.frequencies import scaled_frequencies
 from megarl.families.model_tensors import checkpoint_name, list_draft_copies
 from megarl.families.pages.llama import EMBEDDING, HEAD
@@ -37,7 +37,7 @@ def redundant_faults(folder: Path, model: ModelShape, files: Mapping[str, Path])
         return
     originals = _original_names(model)
     compared_files = {files[name] for name in (*names, *originals.values()) if name in files}
-    tensors = {name: place for path in sorted(compared_files) for name, place in places_in(path)}
+    tensors = {name: tensor for path in sorted(compared_files) for name, tensor in read_tensor_places(path)}
     # An override may have changed the rotary embeddings of `model`.
     folder_shape = read_model_shape(folder) if (folder / "config.json").exists() else model
     for name in names:

@@ -229,7 +229,7 @@ def export(
     dtypes = dict.fromkeys(tensors, dtype) | dict.fromkeys(float32_tensors(model), torch.float32)
     shapes_and_dtypes = {name: (shape, dtypes[name]) for name, shape in tensors.items()}
     files = pack_files(shapes_and_dtypes, shard_bytes, num_more=bool(unchanged_tensors))
-    all_files = {**files, **kept_file(len(files), unchanged_tensors)}
+    all_files = {**files, **name_unchanged_file(len(files), unchanged_tensors)}
     float32_dtypes = dict.fromkeys(float32_tensors(model), torch.float32)
     checksums = compute_checksums(layouts, rank, parameters, defaultdict(lambda: dtype, float32_dtypes))
 
@@ -319,7 +319,7 @@ def write_folder(
     _barrier()
 
 
-def kept_file(
+def name_unchanged_file(
     num_files: int, unchanged_tensors: Mapping[str, UnchangedTensor]
 ) -> dict[str, Mapping[str, UnchangedTensor]]:
     """Return the copied tensors by the name of their file, the last after `num_files` others; empty: there are none."""

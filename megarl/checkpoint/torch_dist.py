@@ -225,8 +225,8 @@ def _boxes(
             start, stop = [0] * len(shape), list(shape)
             start[dim], stop[dim] = block_start, block_start + length
             rows = max(1, max_elements // prod(stop[i] - start[i] for i in range(1, len(shape))))
-            for low in range(start[0], stop[0], rows):
-                yield rank, Box("", (low, *start[1:]), (min(low + rows, stop[0]), *stop[1:]))
+            for first_row in range(start[0], stop[0], rows):
+                yield rank, Box("", (first_row, *start[1:]), (min(first_row + rows, stop[0]), *stop[1:]))
             block_start += length
 
 

@@ -90,10 +90,10 @@ def stored_checksums(folder: Path) -> dict[str, int]:
     tensors: dict[str, int] = {}
     try:
         tensors |= {str(name): int(value, 16) for name, value in content["tensors"].items()}
-        is_whole = version_checksum(tensors) == content["weights"]
+        is_consistent = version_checksum(tensors) == content["weights"]
     except (KeyError, TypeError, ValueError, AttributeError):
-        is_whole = False
-    if not is_whole:
+        is_consistent = False
+    if not is_consistent:
         raise DataError(f"{path}: its checksums do not fit each other. Copy or export the model again.")
     return tensors
 

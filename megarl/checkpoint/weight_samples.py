@@ -46,9 +46,9 @@ def weights_identity(folder: str | Path) -> str:
 
 
 def _sampled_names(names: Collection[str]) -> list[str]:
-    """Return some tensors of each kind, such as the query matrices of all layers, spread over the sorted names.
+    """Return some names of each kind of tensor, such as the query matrices of all layers, evenly spread.
 
-    Training may change only a few kinds, such as adapters' targets.
+    Training may change only a few kinds, such as adapters' targets, so each kind is sampled.
     """
     names_of_kind: dict[str, list[str]] = {}
     for name in sorted(names):

@@ -30,7 +30,7 @@ from megarl.config.conditions import (
     RL,
     SANDBOX,
 )
-from megarl.config.mixture import SourceConfig, SourceRecipe, check_sources, sources, with_first_train
+from megarl.config.mixture import SourceConfig, SourceRecipe, check_sources, sources, with_train_of_first_source
 from megarl.config.secrets import Place
 from megarl.config.section import Section
 from megarl.config.sections.cluster import ClusterConfig
@@ -133,7 +133,7 @@ class Recipe(Section):
         """Validate the mixture's sources, then set `algorithm.overlong_buffer` if only the preset has a value for
         it.
         """
-        values_with_train = with_first_train(raw_values)
+        values_with_train = with_train_of_first_source(raw_values)
         recipe = validate(values_with_train)
         if values_with_train is not raw_values:
             # A source set data.train, not the user. If it counted as set, all sources would be reported to override it.

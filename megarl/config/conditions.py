@@ -242,7 +242,9 @@ SANDBOX = Condition(
 HERE = Condition(("sandbox.url",), "leave sandbox.url out", lambda recipe: recipe.sandbox.url is None)
 MOVING_TEMPERATURE = one_of("rollout.sampling.temperature_schedule", "linear", "cosine")
 # Reported if all sources of a mixture override the field, because the recipe's value is then never used.
-NOT_OWN = Condition(("mixture",), "remove it from a source; every source has its own", lambda recipe: False)
+OVERRIDDEN_BY_ALL_SOURCES = Condition(
+    ("mixture",), "remove it from a source; every source has its own", lambda recipe: False
+)
 CURRICULUM = non_empty("data.curriculum.band")
 CORRECTION = non_empty("algorithm.importance_sampling")
 

@@ -19,7 +19,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from megarl.config.annotations import Condition, KeywordOf, OnlyIf
-from megarl.config.conditions import NOT_OWN, takes
+from megarl.config.conditions import OVERRIDDEN_BY_ALL_SOURCES, takes
 from megarl.config.schema import annotated_with, value_at
 from megarl.files.import_path import imported_object, is_import_path
 
@@ -41,15 +41,15 @@ def conditions(field: str) -> tuple[Condition, ...]:
     return tuple(sorted(field_conditions, key=lambda condition: condition.fields != ("loop",)))
 
 
-def _list_condition_layers(place: str) -> Iterator[list[Condition]]:
+def _list_condition_layers(field: str) -> Iterator[list[Condition]]:
     """Yield the conditions of the sections around a field, outermost first, then the field's own.
 
     Later ones replace earlier ones on the same fields.
     """
-    section, _, name = place.rpartition(".")
-    for keyword in annotated_with(place, KeywordOf):
+    section, _, name = field.rpartition(".")
+    for keyword in annotated_with(field, KeywordOf):
         yield [*conditions(keyword.formula), takes(keyword.formula, keyword.name or name)]
-    for item in annotated_with(place, OnlyIf):
+    for item in annotated_with(field, OnlyIf):
         yield [entry if isinstance(entry, Condition) else entry(section) for entry in item.conditions]
 
 
@@ -64,7 +64,7 @@ def unmet(recipe: Recipe, field: str) -> Condition | None:
         return condition
     unmet_by_source = [unmet_in(source.recipe, field) for source in recipe.sources if source.place(field) == field]
     if not unmet_by_source:
-        return NOT_OWN
+        return OVERRIDDEN_BY_ALL_SOURCES
     return None if None in unmet_by_source else unmet_by_source[0]
 
 
@@ -75,16 +75,18 @@ def unmet_in(recipe: Recipe, field: str) -> Condition | None:
 
 def may_be_idle(recipe: Recipe, field: str) -> bool:
     """Return whether a field is a keyword argument that a user's formula lacks, or is not imported yet."""
-    own_formulas = [
+    user_formulas = [
         (path, item.name or field.rpartition(".")[2])
         for item in annotated_with(field, KeywordOf)
         if is_import_path(path := value_at(recipe, item.formula) or "")
     ]
-    return any(not _formula_takes(path, keyword) for path, keyword in own_formulas)
+    return any(not _formula_takes(path, keyword) for path, keyword in user_formulas)
 
 
 def _formula_takes(path: str, keyword: str) -> bool:
     if (formula := imported_object(path)) is None:
         return False
     parameters = inspect.signature(formula).parameters
-    return keyword in parameters or any(it.kind is inspect.Parameter.VAR_KEYWORD for it in parameters.values())
+    return keyword in parameters or any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
+    )

@@ -53,9 +53,9 @@ class Formula:
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         from pydantic_core import core_schema
 
-        return core_schema.no_info_after_validator_function(self._check_name, handler(source))
+        return core_schema.no_info_after_validator_function(self._check_formula_name, handler(source))
 
-    def _check_name(self, name: str | None) -> str | None:
+    def _check_formula_name(self, name: str | None) -> str | None:
         """Validate a formula's name: one of this field, or the user's import path."""
         from pydantic_core import PydanticCustomError
 

@@ -55,7 +55,7 @@ def drop_superseded(recipe: Recipe, merged: Merged, origin: Origin) -> tuple[Rec
     faults: list[str] = []
     while superseded_fields := _find_superseded(recipe, merged.references, origin):
         dropped_fields = {field for field in superseded_fields if remove_value(merged.values, field.split("."))}
-        # The file has none of these fields: another pass would find the same ones.
+        # The file has none of these fields, so another pass would find the same ones.
         if not dropped_fields:
             break
         reasons = dict.fromkeys(reason for field, (_, reason) in superseded_fields.items() if field in dropped_fields)

@@ -52,7 +52,7 @@ def find_recipe_judging(recipe: Recipe) -> Judging:
     return strongest(judging(recipe.reward.functions).values())
 
 
-def accuracy_needs(recipe: Recipe) -> list[str]:
+def list_accuracy_needs(recipe: Recipe) -> list[str]:
     """Return the fields (`FIELD = VALUE`) that need verdicts for training."""
     if not recipe.trains_rewards:
         return _curriculum_need(recipe) if recipe.loop == "distillation" else []

@@ -123,7 +123,7 @@ def check_sources(recipe: Recipe) -> None:
 
 
 # data.train is required, but a recipe may have data in its sources only.
-def with_first_train(values: Any) -> Any:
+def with_train_of_first_source(values: Any) -> Any:
     """Return recipe values with the first source's data.train, if only sources have one."""
     if not isinstance(values, Mapping) or not isinstance(values.get("mixture"), Mapping):
         return values
@@ -139,14 +139,14 @@ def with_first_train(values: Any) -> Any:
 
 def _make_source(recipe: Recipe, name: str, entry: SourceConfig) -> SourceRecipe:
     """Return the recipe of one source of the mixture: the run's recipe with the source's own fields."""
-    own_sections: dict[str, Any] = {"mixture": {}}
+    source_sections: dict[str, Any] = {"mixture": {}}
     overridden_fields: list[str] = []
     for section in OWN:
-        own_values: Mapping[str, Any] = getattr(entry, section)
-        if own_values:
-            own_sections[section] = _merge_section(getattr(recipe, section), own_values)
-            overridden_fields += _list_overridden_fields(getattr(recipe, section), own_values, f"{section}.")
-    source_recipe = recipe.model_copy(update=own_sections).with_overlong_buffer()
+        source_values: Mapping[str, Any] = getattr(entry, section)
+        if source_values:
+            source_sections[section] = _merge_section(getattr(recipe, section), source_values)
+            overridden_fields += _list_overridden_fields(getattr(recipe, section), source_values, f"{section}.")
+    source_recipe = recipe.model_copy(update=source_sections).with_overlong_buffer()
     return SourceRecipe(name, entry.weight, source_recipe, frozenset(overridden_fields))
 
 

@@ -99,9 +99,9 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 def engine_overrides(
     config: Mapping[str, Any], override: Mapping[str, Any], rope: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the overrides as vLLM's `hf_overrides`. `rope`: settings that config.json may lack.
+    """Return the overrides as vLLM's `hf_overrides`.
 
-    vLLM replaces a field as a whole, so rotary settings must be complete.
+    vLLM replaces a field as a whole, so rotary settings must be complete. `rope` has those that config.json may lack.
     """
     plain_overrides = {name: value for name, value in override.items() if name not in _ROPE}
     if len(plain_overrides) == len(override):

@@ -103,6 +103,7 @@ class ParallelConfig:
         """Return the numbers, from 0, of the layers of each chunk on a pipeline stage."""
         sizes = self.layers_by_chunk(num_layers)
         ends = list(accumulate(sizes))
+        # Consecutive chunks are on consecutive stages, so a stage has every pp-th chunk.
         return [range(ends[chunk] - sizes[chunk], ends[chunk]) for chunk in range(stage, len(sizes), self.pp)]
 
     def layers_on_stage(self, num_layers: int, stage: int) -> list[int]:

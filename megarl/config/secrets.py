@@ -107,7 +107,7 @@ def holds_secret(place: Place, value: Any) -> bool:
     # Users choose the run's name, and paths and logs contain it anyway.
     if not isinstance(value, str) or not value or place == ("name",):
         return False
-    if is_secret_place(place) and not _is_harmless(_name_at(place), value):
+    if is_secret_place(place) and not _is_placeholder_or_count(_name_at(place), value):
         return True
     if _FORMS.search(value) or _URL_PARAMETER.search(value if "://" in value else ""):
         return True
@@ -174,7 +174,7 @@ def _name_at(place: Place) -> str:
     return next((part for part in reversed(place) if isinstance(part, str)), "")
 
 
-def _is_harmless(name: str, value: str) -> bool:
+def _is_placeholder_or_count(name: str, value: str) -> bool:
     """Return whether a value under a secret's name is a placeholder or a count: `pass: "first"`, `tokens: "64"`."""
     snake_name = _to_snake_case(name)
     is_pass_count = snake_name == "pass" and bool(_PASS_COUNT.fullmatch(value))
@@ -184,7 +184,7 @@ def _is_harmless(name: str, value: str) -> bool:
 
 def _is_clear_secret(name: str, value: str) -> bool:
     # A variable of the shell is no secret.
-    return is_secret_name(name) and not value.startswith("$") and not _is_harmless(name, value)
+    return is_secret_name(name) and not value.startswith("$") and not _is_placeholder_or_count(name, value)
 
 
 def _is_secret_option(option: str, value: str) -> bool:

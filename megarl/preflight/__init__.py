@@ -67,8 +67,8 @@ def check(recipe: Recipe, *, is_start: bool = True, is_trained: bool = True) -> 
 def load(path: str | Path, overrides: Sequence[str] = (), *, is_start: bool = True, is_of_run: bool = False) -> Recipe:
     """Load the recipe in a file, and check it. `is_of_run`: the file is the saved recipe of a run folder.
 
-    If parts of a recipe are unreadable, raises one ConfigError. It also has the errors of `check`, except those that
-    depend on unreadable fields.
+    Raises one ConfigError if parts of the recipe are unreadable. Its text lists these parts, then the errors of `check`
+    that do not depend on them.
     """
     draft = read(path, overrides, is_of_run=is_of_run)
     if not draft.problems:
@@ -81,8 +81,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, is_start: bool = Tr
     # Most checks depend on the loop. If it is unreadable, their errors would mislead.
     further_faults = [*([] if "loop" in unread else errors.recipe), *errors.files]
     # Drop each error that names an unreadable field. Without such fields, the pattern (?!) matches nothing.
-    depends = re.compile("|".join(rf"(?<![\w.]){re.escape(field)}(?!\w)" for field in sorted(unread)) or r"(?!)")
-    raise draft.error([text for text in map(str, further_faults) if not depends.search(text)])
+    unread_pattern = re.compile("|".join(rf"(?<![\w.]){re.escape(field)}(?!\w)" for field in sorted(unread)) or r"(?!)")
+    raise draft.error([text for text in map(str, further_faults) if not unread_pattern.search(text)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class _Faults:
 
 
 def _find_faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> _Faults:
-    """Return the errors of a recipe, in a mixture of all sources. Errors common to all sources are listed once."""
+    """Return the errors of a recipe and its files. A mixture has those of all its sources, common ones once."""
     by_source = {
         source.name: _find_source_faults(source.recipe, is_start=is_start, is_trained=is_trained)
         for source in recipe.sources
@@ -111,12 +111,12 @@ def _find_faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> 
     if not recipe.mixture:
         faults_of_source = by_source[recipe.rollout.environment]
         return replace(faults_of_source, recipe=[*faults_of_source.recipe, *run_faults])
-    recipe_faults = _merge_sources({name: source_faults.recipe for name, source_faults in by_source.items()})
-    file_faults = _merge_sources({name: source_faults.files for name, source_faults in by_source.items()})
+    recipe_faults = _merge_source_faults({name: source_faults.recipe for name, source_faults in by_source.items()})
+    file_faults = _merge_source_faults({name: source_faults.files for name, source_faults in by_source.items()})
     return _Faults([*recipe_faults, *run_faults], file_faults, next(iter(by_source.values())).parallel)
 
 
-def _merge_sources(by_source: Mapping[str, Sequence[Finding]]) -> list[Finding]:
+def _merge_source_faults(by_source: Mapping[str, Sequence[Finding]]) -> list[Finding]:
     """Merge the errors of all sources: first the common errors, then the others with their source's name."""
     first_faults, *other_faults = by_source.values()
     common_faults = [fault for fault in first_faults if all(fault in source_faults for source_faults in other_faults)]
@@ -131,11 +131,11 @@ def _merge_sources(by_source: Mapping[str, Sequence[Finding]]) -> list[Finding]:
 def _find_source_faults(recipe: Recipe, *, is_start: bool, is_trained: bool) -> _Faults:
     """Return the errors of one source's recipe and files, and the ranks' layout."""
     parallel, folder = parallel_of(recipe), recipe.model.folder
-    incomplete = check_model_folder(folder)
+    folder_problems = check_model_folder(folder)
     facts: dict[str, Any] = {"recipe": recipe, "dp": parallel.dp, "is_start": is_start, "is_trained": is_trained}
-    facts["has_model"] = not incomplete
+    facts["has_model"] = not folder_problems
     source_faults = [
-        *(finding_of(DataError(line)) for line in incomplete),
+        *(finding_of(DataError(line)) for line in folder_problems),
         *faults(facts, (Cost.FIELDS, Cost.FILES)),
     ]
     if Path(folder).is_dir():
@@ -149,8 +149,8 @@ def _find_source_faults(recipe: Recipe, *, is_start: bool, is_trained: bool) -> 
             # Aligning ranks takes long and needs sizes that divide, so skip it if the recipe has errors.
             if not any(map(_is_of_recipe, source_faults)):
                 parallel = align_parallel(recipe, shape, parallel)
-    of_recipe = [fault for fault in source_faults if _is_of_recipe(fault)]
-    return _Faults(of_recipe, [fault for fault in source_faults if not _is_of_recipe(fault)], parallel)
+    recipe_faults = [fault for fault in source_faults if _is_of_recipe(fault)]
+    return _Faults(recipe_faults, [fault for fault in source_faults if not _is_of_recipe(fault)], parallel)
 
 
 def _is_of_recipe(fault: Finding) -> bool:

@@ -127,8 +127,8 @@ def check_containers(recipe: Recipe) -> Iterator[str]:
         if not (os.path.isabs(folder) and os.path.exists(folder))
     ]
     faults += [fault for index, folder in enumerate(agent.folders) if (fault := _find_socket_fault(index, folder))]
-    own_images = [task_image(task, agent.image, is_file=agent.images_are_files) for task in tasks]
-    images = dict.fromkeys(own_images or [agent.image])
+    task_images = [task_image(task, agent.image, is_file=agent.images_are_files) for task in tasks]
+    images = dict.fromkeys(task_images or [agent.image])
     faults += [fault for task in tasks for fault in _find_task_faults(task, agent)]
     faults += [fault for image in images if (fault := _find_image_fault(image, agent)) is not None]
     yield from faults
@@ -210,7 +210,7 @@ def _find_task_faults(task: Mapping[str, Any], agent: AgentConfig) -> Iterator[s
         )
 
 
-def _find_limit_faults(task: Mapping[str, Any], agent: AgentConfig, where: str) -> Iterator[str]:
+def _find_limit_faults(task: Mapping[str, Any], agent: AgentConfig, task_file: str) -> Iterator[str]:
     """Yield an error for each resource of which a task asks for more than the recipe or this machine allows."""
     task_limits = (
         ("agent.timeout_sec", task["agent_seconds"], 1, "rollout.agent.timeout_seconds", agent.timeout_seconds),
@@ -222,17 +222,18 @@ def _find_limit_faults(task: Mapping[str, Any], agent: AgentConfig, where: str) 
         recipe_limit = None if recipe_value is None else recipe_value * (1 if unit == 1 else 1 << 30)
         if task_value is not None and recipe_limit is not None and task_value > recipe_limit:
             yield (
-                f"{where}: {name} = {task_value / unit:g}: is more than {recipe_field} = {recipe_value:g}; raise "
-                "that, or lower the task's"
+                f"{task_file}: {name} = {task_value / unit:g}: is more than {recipe_field} = {recipe_value:g}; raise "
+                f"{recipe_field}, or lower the task's limit"
             )
     if task["storage_bytes"] is not None and agent.sandbox != "sandbox":
         yield (
-            f"{where}: environment.storage_mb: {agent.sandbox} has no limit of new files; set "
+            f"{task_file}: environment.storage_mb: {agent.sandbox} has no limit of new files; set "
             "rollout.agent.sandbox=sandbox, or remove it from the task"
         )
     num_cpus = len(os.sched_getaffinity(0))
     # Other nodes may have more CPUs. If not, their containers report the error.
     if task["cpus"] is not None and agent.nodes == "driver" and task["cpus"] > num_cpus:
         yield (
-            f"{where}: environment.cpus = {task['cpus']:g}: this machine has {num_cpus}; lower it, or remove the task"
+            f"{task_file}: environment.cpus = {task['cpus']:g}: this machine has {num_cpus} cores; lower it, or remove "
+            "the task"
         )

@@ -25,21 +25,21 @@ _ROLES: dict[KindName, tuple[str, ...]] = {
 def check_field_roles(recipe: Recipe) -> Iterator[str]:
     """Yield an error for each name of a field that no record of the run has."""
     kinds_of_data: list[KindName] = []
-    for place, data_set in data_sets(recipe).items():
-        kind = kind_of_set(recipe, place)
+    for field, data_set in data_sets(recipe).items():
+        kind = kind_of_set(recipe, field)
         if isinstance(data_set, DataSetConfig) and data_set.has_own_names:
-            yield from _find_idle_roles(f"{place}.fields", data_set.fields, [kind])
+            yield from _find_idle_roles(f"{field}.fields", data_set.fields, [kind])
         else:
             kinds_of_data.append(kind)
     yield from _find_idle_roles("data.fields", recipe.data.fields, kinds_of_data)
 
 
-def _find_idle_roles(place: str, names: Mapping[Role, str], kinds: Sequence[KindName]) -> Iterator[str]:
+def _find_idle_roles(section: str, names: Mapping[Role, str], kinds: Sequence[KindName]) -> Iterator[str]:
     """Yield an error for each role in `names` that no record of these kinds has."""
     used_roles = list(dict.fromkeys((*_PROMPT_ROLES, *(role for kind in kinds for role in _ROLES[kind]))))
     for role, name in names.items():
         if role not in used_roles:
             yield (
-                f"{place}.{role} = {name}: does nothing, because this run reads {' and '.join(dict.fromkeys(kinds))}; "
-                f"leave it out, or give this name to {either(used_roles)}"
+                f"{section}.{role} = {name}: does nothing, because this run reads "
+                f"{' and '.join(dict.fromkeys(kinds))}; leave it out, or give this name to {either(used_roles)}"
             )

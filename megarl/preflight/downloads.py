@@ -63,7 +63,10 @@ def _download(
     only: Patterns | None = None,
     without: Patterns | None = None,
 ) -> None:
-    """Download a model or data set from the Hub. Raises DataError with the `commands` to run elsewhere."""
+    """Download a model or data set from the Hub. Raises DataError with the `commands` to run elsewhere.
+
+    `only` and `without` are patterns of file names.
+    """
     notify(f"downloading {name} ({field}) from the Hub")
     start_time = time.monotonic()
     try:

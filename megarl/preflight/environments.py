@@ -21,7 +21,7 @@ from megarl.preflight.agent_programs import command_faults
 from megarl.preflight.registry import Cost, checks
 from megarl.types import ConfigError, MegarlError
 
-_OWN_KEYS = frozenset(
+_RUN_KEYS = frozenset(
     (
         "WANDB_API_KEY",
         "HF_TOKEN",
@@ -98,6 +98,7 @@ def _check_and_list_tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
             "that cannot reach this address; set host to an address of this machine that it reaches (docker: "
             "172.17.0.1), and rollout.endpoint.token to ${oc.env:NAME}"
         )
+    # An exception has one error, so the first one is reported.
     for fault in _find_name_faults(recipe, environment):
         raise ConfigError(fault)
     return tools
@@ -156,7 +157,7 @@ def _find_tool_faults(name: str, tools: Sequence[Mapping[str, Any]], dialogue: D
 def _find_variable_faults(recipe: Recipe) -> Iterator[str]:
     """Yield an error for each variable passed to agent programs that is missing, or holds a key of the run."""
     key_variables = (function.kwargs.get("api_key_env") for function in recipe.reward.functions)
-    run_variables = {name for name in key_variables if isinstance(name, str)} | _OWN_KEYS
+    run_variables = {name for name in key_variables if isinstance(name, str)} | _RUN_KEYS
     for index, name in enumerate(recipe.rollout.agent.environment):
         assignment = f"rollout.agent.environment.{index} = {name}"
         # Variables named MEGARL_* configure the run itself.

@@ -98,10 +98,10 @@ def _describe_reinforcement(recipe: Recipe) -> Iterator[str]:
     if algorithm.importance_sampling not in (None, "none"):
         yield f"importance sampling {algorithm.importance_sampling}"
     if algorithm.dynamic_sampling is not None:
-        yield _describe_groups(recipe, *algorithm.dynamic_sampling)
+        yield _describe_trained_groups(recipe, *algorithm.dynamic_sampling)
 
 
-def _describe_groups(recipe: Recipe, low: float, high: float) -> str:
+def _describe_trained_groups(recipe: Recipe, low: float, high: float) -> str:
     """Return, in words, which groups dynamic sampling trains.
 
     Without dynamic_sampling_metric, groups are compared by accuracy if all their answers have verdicts (right or

@@ -81,8 +81,8 @@ def load_checks() -> tuple[Check, ...]:
 def faults(facts: Mapping[str, Any], costs: Iterable[Cost], *, per_run: bool = False) -> Iterator[Finding]:
     """Yield the errors found by checks of these costs, for one source, or with `per_run` for the whole recipe."""
     for check in load_checks():
-        is_meant = check.per_run == per_run and (facts["is_trained"] or not check.training_only)
-        if check.cost in costs and is_meant:
+        is_applicable = check.per_run == per_run and (facts["is_trained"] or not check.training_only)
+        if check.cost in costs and is_applicable:
             yield from map(finding_of, check.function(**{name: facts[name] for name in check.facts}))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import combinations
 
 from megarl.config import Recipe
-from megarl.config.judges import REMEDY, accuracy_needs, find_recipe_judging
+from megarl.config.judges import REMEDY, find_recipe_judging, list_accuracy_needs
 from megarl.datasets.fields import system_prompt
 from megarl.preflight.registry import Cost, checks
 from megarl.rewards import find_import_path, metric_name
@@ -24,11 +24,11 @@ def check_reward_fields(recipe: Recipe) -> Iterator[str]:
     for name in {name: None for name in names if names.count(name) > 1}:
         yield f"reward.functions = {names}: {name} is listed twice and would count twice; list it once"
     # Metrics are named after functions, and different import paths may give the same name.
-    for first, second in combinations(dict.fromkeys(names), 2):
-        if metric_name(first) == metric_name(second):
+    for name, other_name in combinations(dict.fromkeys(names), 2):
+        if metric_name(name) == metric_name(other_name):
             yield (
-                f"reward.functions = {names}: {first} and {second} would have the same metric "
-                f"reward/{metric_name(first)}/mean; give one function another name"
+                f"reward.functions = {names}: {name} and {other_name} would have the same metric "
+                f"reward/{metric_name(name)}/mean; give one function another name"
             )
     for name in names:
         try:
@@ -46,7 +46,7 @@ def check_verdicts(recipe: Recipe) -> Iterator[str]:
     """Yield an error for each setting that needs right-or-wrong verdicts, if no function gives them."""
     if not recipe.has_engine or find_recipe_judging(recipe) != "none":
         return
-    for need in accuracy_needs(recipe):
+    for need in list_accuracy_needs(recipe):
         yield (
             f"{need}: needs accuracy, but no reward function decides whether an answer is right; {REMEDY}, or leave "
             "this out"

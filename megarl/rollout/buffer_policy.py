@@ -8,7 +8,7 @@ from math import ceil
 from typing import Literal
 
 from megarl.config import AlgorithmConfig, Recipe
-from megarl.config.judges import REMEDY, accuracy_needs
+from megarl.config.judges import REMEDY, list_accuracy_needs
 from megarl.rollout.state import RLState, draw_of
 from megarl.types import Group, MegarlError, Reward, Trajectory
 
@@ -153,7 +153,7 @@ def refuse_unjudged(group: Sequence[Trajectory], recipe: Recipe) -> None:
     """Raise MegarlError if an answer has no right-or-wrong verdict and the recipe's algorithm needs one."""
     if all(t.reward is None or t.reward.answer_correct is not None for t in group):
         return
-    if needs := accuracy_needs(recipe):
+    if needs := list_accuracy_needs(recipe):
         raise MegarlError(
             f"{'; '.join(needs)}: every answer needs a verdict (right or wrong), but one has only a reward, and the "
             f"reward is neither 0 nor 1; {REMEDY}, or set answer_correct in the environment's last step"

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megarl.checkpoint.convert import find_checkpoint
-from megarl.checkpoint.kept import places_in
+from megarl.checkpoint.kept import read_tensor_places
 from megarl.checkpoint.manifest import check_sizes, file_record, write_manifest
 from megarl.checkpoint.torch_dist_reader import CheckpointReader, check_harmless
 from megarl.config import AlgorithmConfig
@@ -223,7 +223,7 @@ def _model_folder(model: Path) -> Iterator[Format]:
         "model: safetensors",
         "files.model_folder, checkpoint.kept",
         copied("model.safetensors"),
-        lambda path: (read_safetensors_header(path), list(places_in(path)), stored_names(path.parent)),
+        lambda path: (read_safetensors_header(path), list(read_tensor_places(path)), stored_names(path.parent)),
         max_values=LARGE,
     )
 

@@ -164,7 +164,10 @@ def short_meanings(name: str, value: str | None = None) -> list[Meaning]:
 
 
 def _group_by_meaning(options: Sequence[Option], value: str | None) -> list[Meaning]:
-    """Return what another program's option means with this value; None: with any value, else with single values."""
+    """Return what another program's option means with this value.
+
+    `value` None: return the meanings with any value, or if there are none, those with single values.
+    """
     options_for_value = [
         option for option in options if option.value and value and _plain_name(option.value) == _plain_name(value)
     ]
@@ -244,16 +247,17 @@ def overrides_of(option: Option) -> list[str]:
     condition_overrides = " ".join(condition.example for condition in unmet_conditions).split()
     assignments = [item if "=" in item else f"{item}={_default_text(item)}" for item in option.assignments]
     companions = " ".join(_COMPANIONS.get(field, "") for field in option.fields).split()
-    added_overrides = _list_other_overrides(condition_overrides, than=assignments)
+    added_overrides = _drop_overridden(condition_overrides, assignments)
     return [
         *added_overrides,
         *assignments,
-        *_list_other_overrides(companions, than=[*added_overrides, *assignments]),
+        *_drop_overridden(companions, [*added_overrides, *assignments]),
     ]
 
 
-def _list_other_overrides(overrides: Sequence[str], than: Sequence[str]) -> list[str]:
-    overridden_fields = {_field_name(override) for override in than}
+def _drop_overridden(overrides: Sequence[str], stronger_overrides: Sequence[str]) -> list[str]:
+    """Return the first override of each field, without the fields of `stronger_overrides`."""
+    overridden_fields = {_field_name(override) for override in stronger_overrides}
     first_overrides = {_field_name(override): override for override in reversed(overrides)}
     return [
         first_overrides[name] for name in dict.fromkeys(map(_field_name, overrides)) if name not in overridden_fields

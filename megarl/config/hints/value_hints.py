@@ -37,9 +37,9 @@ def _list_valid_words(place: str) -> list[str]:
     return [] if field is None else list(_literal_words(field.annotation))
 
 
-def _literal_words(kind: Any) -> Iterator[str]:
-    for argument in get_args(kind):
-        if get_origin(kind) is Literal:
+def _literal_words(annotation: Any) -> Iterator[str]:
+    for argument in get_args(annotation):
+        if get_origin(annotation) is Literal:
             yield from [argument] if isinstance(argument, str) else []
         else:
             yield from _literal_words(argument)

@@ -85,7 +85,7 @@ def _explain_value(error_type: str, place: str, value: Any, message: str) -> str
 def _describe_place(place: str) -> str:
     """Return the description of the field at a place, or of the section around it, or nothing."""
     parts = place.split(".")
-    fields = (field_at(".".join(parts[:end])) for end in range(len(parts), 1, -1))
+    fields = (field_at(".".join(parts[:num_parts])) for num_parts in range(len(parts), 1, -1))
     return next((description(field) for field in fields if field is not None), "")
 
 

@@ -61,7 +61,7 @@ def _read_tree(path: Path) -> tuple[Any, list[str]]:
     try:
         text = path.read_text(encoding="utf-8")
         # Look for misleading values in the text, because OmegaConf converts them (1:30 becomes 90).
-        problems = strict_yaml.problems(text)
+        problems = strict_yaml.list_problems(text)
         if any(words in problem for problem in problems for words in strict_yaml.UNREADABLE):
             raise ConfigError(error_page(path, problems))
         tree = OmegaConf.load(io.StringIO(text))
@@ -116,27 +116,27 @@ class _Merging:
 
         from megarl.config.reading import strict_yaml
 
-        if doubtful := strict_yaml.problems(text, key):
-            self.problems += doubtful
+        if value_problems := strict_yaml.list_problems(text, key):
+            self.problems += value_problems
             return
         value = _to_plain(OmegaConf.from_dotlist([f"value={text}"]))["value"]
-        list_name = self._list_around(key)
+        list_name = self._find_list_around(key)
         if list_name is not None:
-            self._set_in_list(list_name, key, value)
+            self._set_list_item(list_name, key, value)
             return
         _empty_mappings(self.tree, key, value)
         # `OmegaConf.merge` copies the whole tree, which took two thirds of a search of layouts.
         self.tree.merge_with(OmegaConf.from_dotlist([f"{key}={text}"]))
         self.overridden |= {key + subfield for subfield, _ in leaves_of(value)}
 
-    def _list_around(self, key: str) -> str | None:
+    def _find_list_around(self, key: str) -> str | None:
         """Return the dotted name of the list if a key is in a list item (`reward.functions.0`), else None."""
         from omegaconf import OmegaConf
 
         parts = key.split(".")
-        for end in range(1, len(parts)):
-            place = ".".join(parts[:end])
-            if parts[end].isdecimal() and (
+        for num_parts in range(1, len(parts)):
+            place = ".".join(parts[:num_parts])
+            if parts[num_parts].isdecimal() and (
                 OmegaConf.is_list(self._select_value(place))
                 or (self._select_value(place) is None and _default_list(place) is not None)
             ):
@@ -153,7 +153,7 @@ class _Merging:
         except OmegaConfBaseException:
             return None
 
-    def _set_in_list(self, place: str, key: str, value: Any) -> None:
+    def _set_list_item(self, place: str, key: str, value: Any) -> None:
         """Apply an override of a list item, or of a field inside an item. `key` is its dotted name.
 
         A list missing in the tree is first copied from the recipe, or from the field's default.
@@ -183,15 +183,15 @@ class _Merging:
         items = self._select_value(recipe_field(place)) if items is None else items
         return (_default_list(place) or []) if items is None else _to_plain(items)
 
-    def _remove_item(self, place: str, number: int) -> None:
-        """Remove the item `number` of the list at `place` from the tree."""
+    def _remove_item(self, place: str, index: int) -> None:
+        """Remove the item `index` of the list at `place` from the tree."""
         from omegaconf import OmegaConf
 
         items = self._list_items(place)
-        if number >= len(items):
-            self.problems.append(f"~{place}.{number}: {_item_numbers_text(place, items, 'nothing can be removed')}")
+        if index >= len(items):
+            self.problems.append(f"~{place}.{index}: {_item_numbers_text(place, items, 'nothing can be removed')}")
             return
-        del items[number]
+        del items[index]
         OmegaConf.update(self.tree, place, items, merge=False, force_add=True)
         self.overridden.add(place)
 
@@ -200,7 +200,7 @@ class _Merging:
         from omegaconf import OmegaConf
 
         parent, _, name = key.rpartition(".")
-        if parent and self._list_around(key) == parent:
+        if parent and self._find_list_around(key) == parent:
             self._remove_item(parent, int(name))
             return
         section = self._select_value(parent) if parent else self.tree

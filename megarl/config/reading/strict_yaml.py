@@ -30,7 +30,7 @@ BOOLEAN = "tag:yaml.org,2002:bool"
 OCTAL = re.compile(r"[-+]?0[0-7_]+")
 
 
-def problems(text: str, field: str = "") -> list[str]:
+def list_problems(text: str, field: str = "") -> list[str]:
     """Return one error line per misleading value of a YAML text: its field, the value as written, the remedy.
 
     Misleading are numbers to the base 60 (`1:30`) and 8 (`010`); yes, no, on and off; halves of surrogate pairs;
@@ -61,6 +61,7 @@ def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
     if id(node) not in counts:
         counts[id(node)] = 1
         children = [] if isinstance(node, yaml.ScalarNode) else node.value
+        # The children of a mapping are pairs of key and value.
         inner_nodes = [item for part in children for item in (part if isinstance(part, tuple) else (part,))]
         counts[id(node)] = 1 + sum(_count_values(item, counts) for item in inner_nodes)
     return counts[id(node)]
@@ -73,8 +74,8 @@ def _find_problems(node: yaml.Node, field: str, depth: int) -> Iterator[str]:
     elif isinstance(node, yaml.ScalarNode):
         yield from _find_scalar_problems(node, field)
     elif isinstance(node, yaml.SequenceNode):
-        for place, item in enumerate(node.value):
-            yield from _find_problems(item, f"{field}.{place}" if field else str(place), depth + 1)
+        for index, item in enumerate(node.value):
+            yield from _find_problems(item, f"{field}.{index}" if field else str(index), depth + 1)
     elif isinstance(node, yaml.MappingNode):
         for key, item in node.value:
             name = key.value if isinstance(key, yaml.ScalarNode) else "?"

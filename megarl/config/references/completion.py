@@ -24,7 +24,7 @@ def override_candidates(arguments: list[str], incomplete: str) -> list[tuple[str
     earlier words of the command line. bash passes `trainer.fp8=n` as three words, two of them in `arguments`.
     """
     fields = {name: field for name, field in all_fields().items() if section_of(field) is None}
-    # In bash's `name = seed` the word seed is a value, although it is a field's name too.
+    # After an equals sign a word is a value, even if a field has the same name: `name = seed`.
     word_before, last_word = ["", "", *(arguments[:-1] if arguments[-1:] == ["="] else arguments)][-2:]
     if last_word in fields and word_before != "=":
         return [(value, "") for value in _list_values(last_word, fields[last_word])]

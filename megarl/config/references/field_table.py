@@ -60,7 +60,7 @@ def _docstring(section: type[Section]) -> str:
     return " ".join((section.__doc__ or "").split())
 
 
-def _format_section(title: str, about: str, fields: Mapping[str, FieldInfo]) -> str:
+def _format_section(title: str, section_description: str, fields: Mapping[str, FieldInfo]) -> str:
     """Return a section of the reference: heading, description, and a table row for each field."""
     rows = [
         f"| `{name}` | {_escape_cell(type_text(field.annotation, field.metadata))} | {_default_text(name, field)} "
@@ -69,9 +69,16 @@ def _format_section(title: str, about: str, fields: Mapping[str, FieldInfo]) -> 
         if section_of(field) is None
     ]
     if not rows:
-        return f"## {title}\n\n{about}\n"
+        return f"## {title}\n\n{section_description}\n"
     return "\n".join(
-        [f"## {title}\n", f"{about}\n", "| field | type | default | meaning |", "|---|---|---|---|", *rows, ""]
+        [
+            f"## {title}\n",
+            f"{section_description}\n",
+            "| field | type | default | meaning |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+        ]
     )
 
 

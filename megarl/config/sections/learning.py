@@ -88,7 +88,7 @@ def fused_targets(targets: Any) -> Any:
             missing_parts = [name for name in part_names if name not in named_parts]
             text = (
                 f"has {', '.join(named_parts)} without {', '.join(missing_parts)}, but they form one projection with "
-                f"one A here; name all of {', '.join(part_names)}, or none"
+                f"one factor A here; name all of {', '.join(part_names)}, or none"
             )
             raise PydanticCustomError("part_of_a_projection", text)  # pyright: ignore[reportArgumentType]
         names = list(dict.fromkeys(fused_name if name in part_names else name for name in names))

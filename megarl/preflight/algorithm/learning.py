@@ -100,15 +100,15 @@ def check_best_metric(recipe: Recipe) -> Iterator[str]:
         yield f"checkpoint.best = {metric}: {fault}"
 
 
-def _find_metric_fault(recipe: Recipe, name: str, measure: str) -> str | None:
-    """Return why the validation set `name` lacks the metric `measure`, like accuracy; None: it has it."""
-    set_recipes = [source.recipe for source in recipe.sources if name in source.recipe.data.validation]
-    if name in recipe.data.validation_conversations and not set_recipes:
+def _find_metric_fault(recipe: Recipe, set_name: str, measure: str) -> str | None:
+    """Return why the validation set `set_name` lacks the metric `measure`, like accuracy; None: it has it."""
+    set_recipes = [source.recipe for source in recipe.sources if set_name in source.recipe.data.validation]
+    if set_name in recipe.data.validation_conversations and not set_recipes:
         return None if measure == "loss" else "conversations are measured by the metric loss only"
     if not recipe.has_engine:
         return None if measure == "accuracy" else "pairs are measured by the metric accuracy only"
     set_faults = [_find_measure_fault(set_recipe, measure) for set_recipe in set_recipes]
-    # Several sources may have a set of this name. It is enough if one of them measures the metric.
+    # Several sources may have a set of this set_name. It is enough if one of them measures the metric.
     return None if None in set_faults else set_faults[0]
 
 
@@ -164,9 +164,9 @@ def check_rollbacks(recipe: Recipe) -> Iterator[str]:
 def check_profiles(recipe: Recipe) -> Iterator[str]:
     """Yield an error for profiles of steps after the run's end, or of memory on CPUs."""
     train = recipe.train
-    if beyond := [step for step in train.profile_steps if step > train.steps]:
+    if late_steps := [step for step in train.profile_steps if step > train.steps]:
         steps = list(train.profile_steps)
-        yield f"train.profile_steps = {steps}: the run ends with step {train.steps}; leave out {beyond}"
+        yield f"train.profile_steps = {steps}: the run ends with step {train.steps}; leave out {late_steps}"
     if train.profile_steps and "memory" in train.profile_with and ranks_on_cpu(recipe):
         yield (
             f"train.profile_with = {list(train.profile_with)}: memory takes snapshots of CUDA's allocator, and the "
@@ -456,8 +456,8 @@ def _find_ptx_faults(recipe: Recipe) -> Iterator[str]:
         )
 
 
-_OF_REWARDS = ("no_gradient", "constant_reward", "validation_falling")
-_OF_SAMPLES = ("entropy_collapsed",)
+_REWARD_RULES = ("no_gradient", "constant_reward", "validation_falling")
+_SAMPLE_RULES = ("entropy_collapsed",)
 """Health rules disabled for supervised loops, where a falling entropy is desired."""
 
 
@@ -465,10 +465,11 @@ def select_health_rules(recipe: Recipe) -> HealthConfig:
     """Return the recipe's section `health` with inapplicable rules disabled, by loop and algorithm."""
     disabled_rules = set(recipe.health.off)
     if recipe.loop != "rl":
-        disabled_rules.update(_OF_REWARDS)
+        disabled_rules.update(_REWARD_RULES)
     if not recipe.is_on_policy:
-        disabled_rules.update(_OF_SAMPLES)
+        disabled_rules.update(_SAMPLE_RULES)
     # Other estimators do not subtract the group's mean, so equal rewards in a group still give a gradient.
+    # The keyword `lone_sample` marks the estimators that do.
     group_estimators = {*taking("algorithm.advantage", "lone_sample"), "pass_at_k"}
     if recipe.algorithm.advantage not in group_estimators:
         disabled_rules.add("no_gradient")
@@ -478,14 +479,15 @@ def select_health_rules(recipe: Recipe) -> HealthConfig:
 def updates_like_adam(optimizer: OptimizerConfig) -> bool:
     """Return whether an optimizer's updates are about as large as Adam's at an equal learning rate."""
     if optimizer.name == "muon":
+        # An update scaled by 0.2 has the root mean square of Adam's. Half and double count as equal.
         return optimizer.muon.scale == "spectral" and 0.1 <= optimizer.muon.scale_factor <= 0.4
     return optimizer.name == "adam"
 
 
 def find_unusual_learning_rate(recipe: Recipe, step: int = 0) -> BrokenRule | None:
-    """Return a finding if the learning rate is unusual for the model, or None.
+    """Return the broken health rule if the learning rate is unusual for the model, else None.
 
-    `step`: the last one before the start. Optimizers unlike Adam have a usual range only if the recipe sets one.
+    `step` is the last step before the start. Optimizers unlike Adam have a usual range only if the recipe sets one.
     """
     usual_rates = recipe.health.learning_rate
     if (

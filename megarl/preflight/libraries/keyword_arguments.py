@@ -23,7 +23,7 @@ _POSITIONAL: dict[str, tuple[str, ...]] = {
     "algorithm.policy_loss": ("policy_logprobs", "old_logprobs", "advantages"),
 }
 """Names of the tensors that a user's function gets by position, by recipe field."""
-_OF_SEQUENCES = ("cu_seqlens", "mask")
+_SEQUENCE_ARGUMENTS = ("cu_seqlens", "mask")
 """Further tensors for a user's policy loss over whole sequences, recognised by its parameter `cu_seqlens`."""
 _RETURNS = {"algorithm.advantage": "Tensor", "algorithm.policy_loss": "tuple[Tensor, dict[str, Tensor]]"}
 _TRIAL = "megarl.algorithms.trial"
@@ -38,13 +38,13 @@ def check_keywords(recipe: Recipe) -> Iterator[str]:
         if unmet(recipe, field) is not None or name is None or kwargs_name is None:
             continue
         if is_import_path(name):
-            yield from _find_own_function_faults(recipe, field, kwargs_name, name)
+            yield from _find_user_function_faults(recipe, field, kwargs_name, name)
         else:
             yield from _find_kwargs_faults(recipe, field, kwargs_name, name, formulas(field)[name])
-            yield from _find_missing_faults(recipe, field, kwargs_name, name, formulas(field)[name])
+            yield from _find_missing_keyword_faults(recipe, field, kwargs_name, name, formulas(field)[name])
 
 
-def _find_own_function_faults(recipe: Recipe, field: str, kwargs_name: str, name: str) -> Iterator[str]:
+def _find_user_function_faults(recipe: Recipe, field: str, kwargs_name: str, name: str) -> Iterator[str]:
     """Yield the errors of a user's function: of its signature and keywords, else of a call on small tensors."""
     try:
         function = import_object(name, field)
@@ -54,14 +54,14 @@ def _find_own_function_faults(recipe: Recipe, field: str, kwargs_name: str, name
     signature = inspect.signature(function)
     positional = _POSITIONAL[field]
     if field == "algorithm.policy_loss" and "cu_seqlens" in signature.parameters:
-        positional += _OF_SEQUENCES
+        positional += _SEQUENCE_ARGUMENTS
     if fault := _find_positional_fault(field, name, signature, positional):
         yield fault
         return
     keywords = _read_keywords(signature, len(positional))
     faults = [
         *_find_idle_field_faults(recipe, field, name, keywords),
-        *_find_missing_faults(recipe, field, kwargs_name, name, keywords),
+        *_find_missing_keyword_faults(recipe, field, kwargs_name, name, keywords),
     ]
     # A function with **kwargs accepts any keyword.
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
@@ -75,8 +75,8 @@ def _find_call_faults(
 ) -> Iterator[str]:
     """Call a function on small tensors with the recipe's keywords. Yield the error, if the call fails."""
     settings = {
-        keyword: value_at(recipe, own_field)
-        for keyword, own_field in keyword_fields(field).items()
+        keyword: value_at(recipe, recipe_field)
+        for keyword, recipe_field in keyword_fields(field).items()
         if keyword in keywords
     }
     settings |= value_at(recipe, kwargs_name)
@@ -127,7 +127,9 @@ def _find_positional_fault(
     """Return why the run cannot call the function with its tensors; None: it can."""
     keywords = _read_keywords(signature, len(positional))
     try:
-        signature.bind(*positional, **{name: None for name, keyword in keywords.items() if keyword.is_required})
+        # `bind` raises TypeError if a call with these arguments would fail.
+        required_keywords = [keyword for keyword, parameter in keywords.items() if parameter.is_required]
+        signature.bind(*positional, **dict.fromkeys(required_keywords))
     except TypeError as error:
         function = name.rpartition(":")[2]
         return (
@@ -165,15 +167,17 @@ def _parse_annotation(parameter: inspect.Parameter) -> ast.expr | None:
 def _find_idle_field_faults(recipe: Recipe, field: str, name: str, keywords: Keywords) -> Iterator[str]:
     """Yield an error for each field set in the recipe whose keyword is missing in the user's function."""
     recipe_fields = set(fields_set_by_user(recipe))
-    for keyword, own_field in keyword_fields(field).items():
-        if own_field in recipe_fields and keyword not in keywords:
+    for keyword, recipe_field in keyword_fields(field).items():
+        if recipe_field in recipe_fields and keyword not in keywords:
             yield (
-                f"{own_field} = {value_at(recipe, own_field)!r}: has no effect with {field}={name}, which has no "
+                f"{recipe_field} = {value_at(recipe, recipe_field)!r}: has no effect with {field}={name}, which has no "
                 f"keyword {keyword}; leave it out, or add the keyword there"
             )
 
 
-def _find_missing_faults(recipe: Recipe, field: str, kwargs_name: str, name: str, keywords: Keywords) -> Iterator[str]:
+def _find_missing_keyword_faults(
+    recipe: Recipe, field: str, kwargs_name: str, name: str, keywords: Keywords
+) -> Iterator[str]:
     """Yield an error for each keyword that the function requires and nothing supplies."""
     supplied_keywords = (
         keyword_fields(field).keys() | set(formula_fields()[field].measured) | value_at(recipe, kwargs_name).keys()

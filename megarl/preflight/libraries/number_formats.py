@@ -62,7 +62,8 @@ def device_faults(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
 def _list_gpus(recipe: Recipe, is_start: bool) -> Sequence[Gpu]:
     """Return the GPUs to check: those of this machine, or the model that `cluster.gpu_memory_gib` may name ("h200").
 
-    At a start, this machine's come first if the run uses them. Before it, for example for a plan, the named model does.
+    At a start, this machine's GPUs come first if the run uses them. Before a start, for example in a plan, the named
+    model comes first.
     """
     named_gpus = _list_named_gpus("cluster.gpu_memory_gib", recipe.cluster.gpu_memory_gib)
     if named_gpus and not is_start:
@@ -119,7 +120,7 @@ GROUP_COLUMNS = 128
 
 
 def _find_group_faults(recipe: Recipe, shape: ModelShape, field: str) -> Iterator[str]:
-    """Yield an error for each layer whose input on one engine rank is not a whole number of groups."""
+    """Yield an error for each layer whose input on one engine rank is not a multiple of GROUP_COLUMNS channels."""
     tp = recipe.rollout.tp
     attention, router = shape.attention, shape.router
     inputs_by_field = {

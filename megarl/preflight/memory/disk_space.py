@@ -19,9 +19,9 @@ def check_disk(recipe: Recipe) -> None:
 
 
 def _predict_largest_save(recipe: Recipe) -> int:
-    """Return the bytes of a checkpoint or of the exported model, whichever is larger; 0: unknown.
+    """Return the bytes of a checkpoint or of the exported model, whichever is larger.
 
-    Unknown: the model is not downloaded yet, the run is on other machines, or other checks report errors.
+    0: unknown, because the model is not downloaded, the run is on other machines, or other checks report errors.
     """
     is_here = recipe.cluster.launcher == "local" and Path(recipe.model.folder).is_dir()
     if not is_here or not recipe.train.steps or (models := planned_models(recipe)) is None:

@@ -35,7 +35,7 @@ _RANKS_PER_CORE = 4
 
 def list_resource_warnings(recipe: Recipe, parallel: ParallelConfig) -> Iterator[str]:
     """Yield warnings about a valid recipe on these machines, one line each."""
-    yield from _sandbox_notices(recipe)
+    yield from _list_sandbox_notices(recipe)
     if not ranks_on_cpu(recipe):
         yield from warn_of_untried_fields(recipe)
     shape = planned_shape(recipe.model.folder, recipe.model.override_config)
@@ -180,7 +180,7 @@ def _suggest_larger_cache(recipe: Recipe, parallel: ParallelConfig) -> str:
     return f"raise rollout.kv_cache_gib {alternatives}"
 
 
-def _sandbox_notices(recipe: Recipe) -> Iterator[str]:
+def _list_sandbox_notices(recipe: Recipe) -> Iterator[str]:
     """Yield a notice about missing isolation layers on this machine that sandbox.require does not demand."""
     if set(LAYERS) <= set(recipe.sandbox.require) or recipe.sandbox.url is not None:
         return

@@ -86,9 +86,9 @@ def _find_layout_faults(recipe: Recipe) -> Iterator[str]:
         yield "a trained drafter was not measured; leave out trainer.drafter_learning_rate"
 
 
-def _adds_alike(first: int, second: int) -> bool:
+def _adds_alike(tp: int, other_tp: int) -> bool:
     """Return whether tensor-parallel groups of both sizes can add products in the same order."""
-    small, large = sorted((first, second))
+    small, large = sorted((tp, other_tp))
     # Each rank of the smaller group adds its blocks in pairs. The larger group adds in the same order only if the ratio
     # of sizes is a power of two.
     return small == 1 or (large % small == 0 and (large // small).bit_count() == 1)

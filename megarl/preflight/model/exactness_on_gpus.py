@@ -51,7 +51,7 @@ def gpu_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     for operator, reason in OPERATORS.items():
         yield f"on GPUs {operator} rounds differently: {reason}; train on CPUs"
     if not recipe.rollout.vllm.get("enforce_eager"):
-        yield "on GPUs vLLM compiles the model, and Inductor's norms are not its batch-invariant ones; train on CPUs"
+        yield "on GPUs vLLM compiles the model, and the compiled norms are not batch-invariant; train on CPUs"
     if max(recipe.trainer.tp, recipe.rollout.tp) > 1:
         yield (
             f"on GPUs with trainer.tp = {recipe.trainer.tp} and rollout.tp = {recipe.rollout.tp}, sums over ranks have "

@@ -41,7 +41,7 @@ def check_teachers(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def layout_fit(recipe: Recipe, teacher: ModelShape) -> Iterator[str]:
+def find_teacher_size_faults(recipe: Recipe, teacher: ModelShape) -> Iterator[str]:
     """Yield errors if a teacher's sizes are not divisible by its parallel sizes (default: the trainer's)."""
     teacher_recipe = recipe.for_teachers
     # Only the policy replays experts, so a teacher skips the checks of router_replay.
@@ -63,7 +63,7 @@ def _name_teachers_sizes(text: str) -> str:
     return re.sub(r"\btrainer\.(tp|pp|cp|ep|etp)\b", r"distillation.\1", text)
 
 
-def teacher_fit(recipe: Recipe, field: str, teacher: ModelShape, policy: ModelShape) -> Iterator[str]:
+def find_teacher_faults(recipe: Recipe, field: str, teacher: ModelShape, policy: ModelShape) -> Iterator[str]:
     """Yield errors if a teacher has no language head, or fewer than `distillation.top_k` tokens in common with the
     policy.
     """
@@ -120,14 +120,14 @@ def check_further_models(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
             except DataError as error:
                 yield f"{field} = {folder}: {error}"
         if is_teacher:
-            yield from teacher_fit(recipe, field, further_shape, shape)
+            yield from find_teacher_faults(recipe, field, further_shape, shape)
             yield from (DataError(f"{field}: {fault}") for fault in _find_vocabulary_faults(folder, further_shape))
 
 
 def _find_further_size_faults(recipe: Recipe, shape: ModelShape, *, is_teacher: bool) -> Iterator[str]:
     """Yield errors of a further model's sizes and positions. A teacher has its own parallel sizes."""
     if is_teacher:
-        yield from layout_fit(recipe, shape)
+        yield from find_teacher_size_faults(recipe, shape)
         # A teacher scores samples of training only, so lengths of evaluations do not matter.
         yield from model_sizes.check_positions(recipe, shape, is_evaluated=False)
         yield from check_teacher_length(recipe, shape)

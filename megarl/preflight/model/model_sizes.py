@@ -107,6 +107,7 @@ def check_positions(recipe: Recipe, shape: ModelShape, *, is_evaluated: bool = T
     """
     if not recipe.has_engine:
         return
+    # The reward model reads its score at one position after the completion.
     max_new_tokens = shape.max_position_embeddings - recipe.data.max_prompt_tokens - bool(recipe.reward.model)
     sampling_by_field = {"rollout.sampling": recipe.rollout.sampling}
     if is_evaluated:
