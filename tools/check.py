@@ -82,8 +82,8 @@ class Table:
         values = {name: _text(value) for name, value in row.items() if name != "met"}
         if not self._columns:
             for name, value in values.items():
-                least = TEXT_WIDTH if isinstance(row[name], str) else NUMBER_WIDTH
-                self._columns[name] = max(least, len(name), len(value))
+                min_width = TEXT_WIDTH if isinstance(row[name], str) else NUMBER_WIDTH
+                self._columns[name] = max(min_width, len(name), len(value))
             print("".join(f"{name:<{width}}  " for name, width in self._columns.items()).rstrip())
         cells = [f"{values.get(name, '-'):<{width}}  " for name, width in self._columns.items()]
         verdict = {True: "ok", False: "FAILS", None: ""}[row.get("met")]

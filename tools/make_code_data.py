@@ -25,7 +25,7 @@ NUM_TESTS = 5
 
 
 def problem(task: str, constant: int, form: str, generator: random.Random) -> dict[str, Any]:
-    """A record: the task with its constant, and tests with numbers of their own."""
+    """Return a record: the task with its constant, and tests with random numbers."""
     number_lists = [[generator.randint(-50, 50) for _ in range(generator.randint(1, 6))] for _ in range(NUM_TESTS)]
     outputs = [TASKS[task](numbers, constant) for numbers in number_lists]
     result_text = task.format(constant)
@@ -42,7 +42,7 @@ def problem(task: str, constant: int, form: str, generator: random.Random) -> di
 
 
 def make_code_data(folder: Path, num_train: int, num_heldout: int, form: str, seed: int) -> None:
-    """Write both files. Raises ValueError where there are not so many problems."""
+    """Write both files. Raises ValueError if there are too few different problems."""
     problems = [(task, constant) for task in TASKS for constant in range(2, 100)]
     if num_train + num_heldout > len(problems):
         raise ValueError(f"there are {len(problems)} problems; {num_train} and {num_heldout} are more")

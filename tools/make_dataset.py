@@ -51,7 +51,7 @@ WORKED_IF_SHORT = 0.2
 
 
 def worked_answer(question: str, answer: str) -> str:
-    """The boxed answer, after each operation's line where the question is a chain of sums and differences."""
+    """Return the boxed answer. For a chain of sums and differences, a line for each operation comes first."""
     steps = []
     if chain := CHAIN.search(question):
         first, *rest = chain.group().split(" ")
@@ -69,7 +69,7 @@ def box_answer(answer: str) -> str:
 
 
 def demonstration(question: str, answer: str, generator: random.Random) -> str:
-    """What the hasty student of `sft.jsonl` writes: the work mostly where the chain is long."""
+    """Return what the hasty student of `sft.jsonl` writes: for short chains, mostly the answer alone."""
     chain = CHAIN.search(question)
     long = chain is None or len(chain.group().split(" ")[::2]) >= LONG_TERMS
     worked = generator.random() < (WORKED_IF_LONG if long else WORKED_IF_SHORT)
@@ -77,7 +77,7 @@ def demonstration(question: str, answer: str, generator: random.Random) -> str:
 
 
 def make_pair(question: str, answer: str, generator: random.Random) -> dict[str, str]:
-    """A right and a wrong answer; the wrong one is off by little, where the answer is a number."""
+    """Return a right and a wrong answer. A wrong number is off by 1 or 2."""
     number = re.fullmatch(r"-?\d+", answer)
     wrong = str(int(answer) + generator.choice((-2, -1, 1, 2))) if number else answer[::-1] + "?"
     right = worked_answer(question, answer)
@@ -86,7 +86,7 @@ def make_pair(question: str, answer: str, generator: random.Random) -> dict[str,
 
 
 def distinct_questions(task: str, settings: Mapping[str, Any], count: int, seed: int) -> list[tuple[str, str]]:
-    """`count` different (question, answer) pairs, equal for equal arguments; ValueError if the task has too few."""
+    """Return `count` different (question, answer) pairs, equal for equal arguments. Raises ValueError for too few."""
     import reasoning_gym
 
     draws = 20 * count

@@ -81,7 +81,7 @@ def guess_of_number(game: GuessNumber, messages: Sequence[Mapping[str, Any]], ge
 
 
 def guess_of_word(game: Mastermind, messages: Sequence[Mapping[str, Any]], generator: random.Random) -> str:
-    """One at random, or one at random that was not tried."""
+    """Return a random word, with probability `HEEDED` one that was not tried."""
     words = ["".join(letters) for letters in itertools.product(game.letters, repeat=game.length)]
     if generator.random() < HEEDED:
         tried = {guess["content"] for guess in messages[1::2]}
@@ -94,7 +94,7 @@ def guess_of_expression(game: Countdown, messages: Sequence[Mapping[str, Any]], 
 
 
 async def _games(count: int, generator: random.Random) -> list[dict[str, Any]]:
-    """So many games, of each kind in turn."""
+    """Play `count` games, of each kind in turn, and return their conversations."""
     makers = {"guess_number": GuessNumber, "mastermind": Mastermind, "countdown": Countdown}
     guesses = {"guess_number": guess_of_number, "mastermind": guess_of_word, "countdown": guess_of_expression}
     games = []
@@ -108,7 +108,7 @@ async def _games(count: int, generator: random.Random) -> list[dict[str, Any]]:
 async def _play(
     game: Environment, index: int, guess: Callable[..., str], generator: random.Random
 ) -> list[Mapping[str, Any]]:
-    """The conversation of one game."""
+    """Play one game, and return its conversation."""
     start = await game.reset(Problem(index, ({"role": "user", "content": ""},), (), ""), 0)
     messages = list(start.messages)
     number, is_done = 0, False
@@ -130,7 +130,7 @@ def _question(item: int) -> dict[str, Any]:
 
 
 async def _search_item(item: int, code: int, search: Search, generator: random.Random) -> list[Mapping[str, Any]]:
-    """A conversation about an item, with the reply of a search or without."""
+    """Return a conversation about an item, with or without a search. Without a reply, the answer is a guess."""
     is_replied, is_searched = generator.random() < REPLIED, generator.random() < SEARCHED
     if not is_replied and not is_searched:
         return [_question(item), {"role": "assistant", "content": f"\\boxed{{{generator.randint(100, 999)}}}"}]

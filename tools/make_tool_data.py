@@ -25,7 +25,7 @@ CALLED = 0.1
 
 
 def expressions(count: int, generator: random.Random) -> list[str]:
-    """Different products of two numbers of three digits."""
+    """Return `count` different products of two three-digit numbers."""
     products: dict[str, None] = {}
     while len(products) < count:
         products[f"{generator.randint(100, 999)} * {generator.randint(100, 999)}"] = None
@@ -43,7 +43,7 @@ def at_once(expression: str) -> list[dict[str, Any]]:
 
 
 def with_reply(expression: str, *, is_called: bool) -> list[dict[str, Any]]:
-    """A conversation whose answer copies the calculator's reply, with or without the call before it."""
+    """Return a conversation whose answer copies the calculator's reply, with or without the call before it."""
     call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": expression}}}
     return [
         question(expression),
@@ -58,7 +58,7 @@ def box_product(expression: str) -> str:
 
 
 def demonstration(expression: str, called: float, generator: random.Random) -> list[dict[str, Any]]:
-    """A conversation of one of the three kinds; `called` is the share of calls where there is no reply yet."""
+    """Return a conversation of one of three kinds. `called` is the share of calls among those without a reply."""
     if generator.random() < REPLIED:
         return with_reply(expression, is_called=False)
     is_called = generator.random() < called

@@ -34,7 +34,7 @@ def accuracies(steps: list[dict[str, float]]) -> list[float]:
 
 
 def phase_seconds(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Seconds by phase over a run; what no phase counts is `other`."""
+    """Return the seconds by phase over a run. Time outside of phases is `other`."""
     phases = ("start", "rollout", "logprobs", "train", "reshard", "evaluation")
     seconds: defaultdict[str, float] = defaultdict(float)
     for step in steps:
@@ -46,7 +46,7 @@ def phase_seconds(steps: list[dict[str, float]]) -> dict[str, float]:
 
 
 def answer(model_folder: Path, prompts: list[str], max_new_tokens: int = 64) -> list[str]:
-    """Greedy answers of an exported model, by transformers."""
+    """Return greedy answers of an exported model, by transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 

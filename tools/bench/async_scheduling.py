@@ -57,21 +57,23 @@ class DecodingEngine:
         self._options = options
 
     def sample(self, number: int) -> Round:
-        """One pass; `number` makes its prompts."""
+        """Sample all requests once. `number` seeds their prompts."""
         options, engine = self._options, self._engine
         generator = np.random.default_rng(number)
         sampling = SamplingSettings(options["new_tokens"])
         prompts = generator.integers(3, 200, (options["requests"], options["prompt_tokens"]), dtype=np.int32)
-        new = [Request(f"{number}.{i}", prompt, sampling, i) for i, prompt in enumerate(prompts)]
+        new_requests = [Request(f"{number}.{i}", prompt, sampling, i) for i, prompt in enumerate(prompts)]
         engine.metrics()
-        num_tokens, num_left, start = 0, len(new), time.perf_counter()
+        num_tokens, num_left, start = 0, len(new_requests), time.perf_counter()
         while num_left:
             leave_after = max(1, num_left // 8)
-            # Followers are given no requests, and come back with their leader: it alone knows when all have ended.
-            done = engine.advance(new if engine.is_leader else (), (), BUDGET_SECONDS, leave_after=leave_after)
-            new = []
-            num_tokens += sum(len(completion.token_ids) for completion in done)
-            num_left = _broadcast_left(num_left - len(done))
+            # Followers get no requests. They return with their leader, which alone knows when all have ended.
+            completions = engine.advance(
+                new_requests if engine.is_leader else (), (), BUDGET_SECONDS, leave_after=leave_after
+            )
+            new_requests = []
+            num_tokens += sum(len(completion.token_ids) for completion in completions)
+            num_left = _broadcast_from_leader(num_left - len(completions))
         seconds = time.perf_counter() - start
         return Round(num_tokens, seconds, values(engine.metrics()).get("perf/steps_ahead", 0.0))
 
@@ -83,8 +85,8 @@ class DecodingEngine:
         dist.destroy_process_group()
 
 
-def _broadcast_left(num_left: int) -> int:
-    """The leader's number, on all ranks."""
+def _broadcast_from_leader(num_left: int) -> int:
+    """Return the leader's number of unfinished requests, on all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -94,7 +96,7 @@ def _broadcast_left(num_left: int) -> int:
 
 
 async def measure_rounds(options: argparse.Namespace, *, is_ahead: bool) -> list[Round]:
-    """The rounds of an engine, after one that is not counted."""
+    """Return the rounds of an engine. A round before them warms up, and is not counted."""
     settings = {
         name: getattr(options, name) for name in ("kv_cache_gib", "requests", "prompt_tokens", "new_tokens", "dtype")
     }
@@ -113,7 +115,7 @@ async def measure_rounds(options: argparse.Namespace, *, is_ahead: bool) -> list
 
 
 async def run(options: argparse.Namespace) -> None:
-    """Print all lines."""
+    """Measure decoding without and with asynchronous scheduling. Print a line for each metric."""
     fields: dict[str, Any] = {
         "machine": machine(), "versions": versions("vllm"), "tp": options.tp, "requests": options.requests,
         "prompt_tokens": options.prompt_tokens, "new_tokens": options.new_tokens, "model": options.model.name,

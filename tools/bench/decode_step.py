@@ -49,6 +49,7 @@ class Clock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
+        """Count the thread's CPU time in this context to part `name`, without the parts opened inside it."""
         self._charge()
         self._open.append(name)
         try:
@@ -58,6 +59,7 @@ class Clock:
             self._open.pop()
 
     def _charge(self) -> None:
+        """Add the time since the last call to the innermost open part."""
         now = time.thread_time()
         if self._open:
             self.seconds[self._open[-1]] += now - self._last
@@ -99,6 +101,7 @@ class MeasuredEngine:
         self._clock.watch(runner.sampler, "forward", "device")
 
     def _never_draw_stop_tokens(self) -> None:
+        """Draw weights that give special tokens and stop tokens the logit `_FLOOR`, so that no request ends early."""
         import torch
 
         weights = dict(self._engine.model.named_parameters())
@@ -149,10 +152,14 @@ def _fingerprint(completions: list[Any]) -> dict[str, float]:
     import hashlib
 
     digest = hashlib.sha256()
-    for done in sorted(completions, key=lambda completion: completion.request_id):
-        digest.update(f"{done.request_id} {done.finish_reason} {done.num_cached}".encode())
-        digest.update(done.token_ids.tobytes() + done.rollout_logprobs.tobytes() + done.weight_versions.tobytes())
-    tokens = sum(len(done.token_ids) for done in completions)
+    for completion in sorted(completions, key=lambda completion: completion.request_id):
+        digest.update(f"{completion.request_id} {completion.finish_reason} {completion.num_cached}".encode())
+        digest.update(
+            completion.token_ids.tobytes()
+            + completion.rollout_logprobs.tobytes()
+            + completion.weight_versions.tobytes()
+        )
+    tokens = sum(len(completion.token_ids) for completion in completions)
     return {"tokens": tokens, "digest": int.from_bytes(digest.digest()[:6], "big")}
 
 

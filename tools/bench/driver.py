@@ -88,7 +88,7 @@ class MeasuredGroup(WorkerGroup):
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Within it the driver does nothing but what is measured."""
+        """Add the cost of this context to `costs[name]`: CPU, time, bytes and messages of the driver."""
         before = self._read_counters()
         yield
         used = [after - earlier for after, earlier in zip(self._read_counters(), before, strict=True)]
@@ -197,14 +197,14 @@ class Driver:
         return [Source(source.name, source.weight, source.recipe, attempts, problems)]
 
     async def begin(self) -> None:
-        """As a run begins: the digests of the ranks' plans agree, and what was before the first step is forgotten."""
+        """Check that all ranks have the same plan, then start the performance metrics, as a run does."""
         with self.group.measure("start.digests"):
             digests = await self.group.call("plan_digest")
             assert len(set(digests)) == 1
         await self.performance.begin()
 
-    async def verbs(self, repeats: int) -> None:
-        """Calls of all ranks that do nothing, and of all engines by themselves, as their pumps make them."""
+    async def measure_idle_calls(self, repeats: int) -> None:
+        """Measure calls of all ranks that do nothing, then calls of each engine, as the engines' pumps make them."""
         tp = self.parallel.rollout_tp
         replicas = [range(leader, leader + tp) for leader in self.parallel.leaders()]
         await self.group.call("nothing")
@@ -216,7 +216,7 @@ class Driver:
                 await asyncio.gather(*(self.group.ask(ranks, "advance", nothing, 0.0, 1) for ranks in replicas))
 
     async def step(self, number: int) -> dict[str, float]:
-        """A step of RL, with the calls that `loops.rl` makes; its metrics."""
+        """Make a step of RL with the calls of `loops.rl`. Returns its metrics."""
         measure, recipe, began = self.group.measure, self.recipe, time.monotonic()
         with measure("step.sample"):
             groups = await self.buffer.take(recipe.train.prompts_per_step, weight_version=number)
@@ -225,7 +225,7 @@ class Driver:
             await self.group.call("sleep_engine")
         with measure("step.logprobs"):
             batch = RLBatch.from_groups(groups)
-            # As for stale groups, where the correction needs the trainer's log-probs before the update.
+            # Stale groups need this pass: their correction compares log-probs with the trainer's before the update.
             logprobs = await self.policy.forward(batch)
             batch.per_token["old_logprobs"] = np.where(batch.loss_mask, logprobs, np.float32(0))
         with measure("step.batch"):
@@ -262,7 +262,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
             await group.start_on(nodes, kwargs, Path(folder), options.timeout)
             driver = Driver(group, parallel, options.samples, options.tokens)
             await driver.begin()
-            await driver.verbs(options.repeats)
+            await driver.measure_idle_calls(options.repeats)
             for number in range(1, options.steps + 1):
                 with group.measure("step"):
                     await driver.step(number)
@@ -278,9 +278,9 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def memory(ranks: Sequence[int]) -> dict[str, int]:
-    """Bytes: of the driver its peak; of ranks the resident set of the largest, and the mean of what each one adds.
+    """Return bytes: the driver's peak, the largest resident set of a rank, and two means over ranks.
 
-    `rank_private` are the pages that a rank has alone, `rank_pss` these and its share of others.
+    `rank_private` counts the pages that a rank has alone. `rank_pss` adds its share of common pages.
     """
     driver = _kibibytes("/proc/self/status", "VmHWM")
     proportional = [_kibibytes(f"/proc/{pid}/smaps_rollup", "Pss") for pid in ranks]

@@ -102,6 +102,7 @@ async def _run_rounds(urls: Sequence[str], endpoint: int, load: Load) -> tuple[l
 
 
 async def _run_round(talks: Sequence[Talk], endpoint: int, load: Load) -> dict[str, float]:
+    """Let the clients ask at a fixed rate, then as fast as they can. Returns the round's values by name."""
     cpu_before = _cpu_seconds(endpoint)
     # Each session asks at least once.
     milliseconds = await _run_paced(talks, load.rate, max(load.seconds, len(talks) / load.rate))
@@ -124,8 +125,8 @@ async def _run_paced(talks: Sequence[Talk], rate: float, seconds: float) -> list
     began, milliseconds = time.perf_counter(), []
 
     async def ask(number: int, talk: Talk) -> None:
-        for place in range(number, round(rate * seconds), len(talks)):
-            await asyncio.sleep(began + place / rate - time.perf_counter())
+        for request_number in range(number, round(rate * seconds), len(talks)):
+            await asyncio.sleep(began + request_number / rate - time.perf_counter())
             milliseconds.append(await talk.ask())
 
     await asyncio.gather(*map(ask, range(len(talks)), talks))

@@ -76,7 +76,7 @@ MEDIANS = {
 
 
 def recipe_of(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """A recipe of the run, on the files of a folder."""
+    """Return the run's recipe. Model, data and reward are files of `folder`."""
     is_gpu = options.device == "cuda"
     longest = PROMPT_TOKENS + options.new_tokens
     stops = stop_tokens(config_of(options.shape)["vocab_size"], options.mean_tokens)
@@ -111,7 +111,7 @@ def recipe_of(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def write_model_aside(folder: Path, shape: str, dtype: torch.dtype) -> None:
-    """Write a model in a process of its own: this one would keep a part of the GPU's memory, which the run lacks."""
+    """Write a model in another process. This process would keep GPU memory that the run needs."""
     writing = get_context("spawn").Process(target=write_model, args=(folder, shape), kwargs={"dtype": dtype})
     writing.start()
     writing.join()
@@ -137,7 +137,7 @@ def write_inputs(options: argparse.Namespace, folder: Path) -> Path:
 
 
 def step_line(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The line of a step, from its line of metrics.jsonl."""
+    """Return the printed line of a step, from its line of metrics.jsonl."""
     phases = {
         name.removeprefix("time/").removesuffix("_seconds"): round(value, 3)
         for name, value in row.items()
@@ -168,7 +168,7 @@ FIRST_STEP_TARGET = "<= 1.5"
 
 
 def last_lines(steps: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Medians of all steps but the first; where there is no other, that one's, as of a warm-up.
+    """Yield lines with medians over all steps except the first, which warms up. A single step is marked as a warm-up.
 
     From three steps on, the first one is compared with the third.
     """
@@ -222,9 +222,9 @@ class Training:
             )
 
     def steps(self, num_steps: int, budget: Budget) -> Iterator[dict[str, Any]]:
-        """The lines of metrics.jsonl as they come, until so many steps, the end of the run or of the budget.
+        """Yield the lines of metrics.jsonl as they are written, until step `num_steps` or the end of run or budget.
 
-        The first, step 0, is that of the start.
+        The first line, of step 0, belongs to the start.
         """
         last = -1
         while last < num_steps:
@@ -243,8 +243,8 @@ class Training:
         return self._process.poll() is None
 
     def end(self) -> int:
-        """Tell the run to end without saving, then make it; its status."""
-        # The second signal ends it at once, if it does not come so soon that it may be the first one again.
+        """Ask the run to end without saving, then kill it. Returns its exit status."""
+        # The second signal ends the run at once. Sent too early, it would count as a repetition of the first.
         for seconds in (2.5, END_SECONDS / 2):
             if self.is_running:
                 self._process.terminate()
@@ -271,7 +271,7 @@ def keep_logs(folder: Path, target: Path) -> None:
 
 
 def run(options: argparse.Namespace, budget: Budget) -> int:
-    """Print all lines that the budget allows; the status to end with."""
+    """Print all lines that the budget allows. Returns the exit status."""
     fields: dict[str, Any] = {
         "machine": machine(), "versions": versions("vllm", "megatron-core", "transformer-engine"),
         "shape": options.shape, "overrides": options.overrides,

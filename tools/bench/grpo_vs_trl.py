@@ -35,8 +35,8 @@ LAYOUTS = {
 """Overrides of the recipe by layout of the two ranks."""
 
 
-def ours(options: argparse.Namespace, seed: int, folder: Path, layout: str) -> dict[str, list[float]]:
-    """Seconds, rewards and tokens of each step of a megarl run in this layout."""
+def train_with_megarl(options: argparse.Namespace, seed: int, folder: Path, layout: str) -> dict[str, list[float]]:
+    """Train with megarl in this layout. Returns seconds, rewards and tokens of each step."""
     run = f"grpo_{options.new_tokens}_{seed}_{[*LAYOUTS].index(layout)}"
     overrides = [
         f"name={run}", f"runs_folder={folder}", f"seed={seed}", f"model.path={options.model}",
@@ -58,8 +58,8 @@ def ours(options: argparse.Namespace, seed: int, folder: Path, layout: str) -> d
     }
 
 
-def theirs(options: argparse.Namespace, seed: int) -> dict[str, list[float]]:
-    """The same of a TRL run, in a process that sees the peer's packages."""
+def run_trl_process(options: argparse.Namespace, seed: int) -> dict[str, list[float]]:
+    """Train with TRL, in a process that sees its packages. Returns the same values."""
     command = [sys.executable, __file__, *sys.argv[1:], "--trl-seed", str(seed)]
     environment = {**os.environ, "PYTHONPATH": f"{options.peer}:{ROOT}", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
@@ -121,8 +121,8 @@ def median_seconds(run: dict[str, list[float]]) -> float:
     return statistics.median(run["seconds"][2:])
 
 
-def within(run: list[float], band: list[list[float]]) -> float:
-    """The share of a run's steps whose reward is within the band of others, widened by its width to both sides."""
+def share_within_band(run: list[float], band: list[list[float]]) -> float:
+    """Return the share of steps with a reward inside the band of other runs, widened by its own width on both sides."""
     inside = []
     for reward, peer_rewards in zip(run, zip(*band, strict=True), strict=True):
         low, high = min(peer_rewards), max(peer_rewards)
@@ -155,8 +155,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for seed in options.seeds:
             for layout, runs in by_layout.items():
-                runs.append(ours(options, seed, Path(folder), layout))
-            peer.append(theirs(options, seed))
+                runs.append(train_with_megarl(options, seed, Path(folder), layout))
+            peer.append(run_trl_process(options, seed))
     per_step = options.prompts * options.samples
     per_layout = {
         layout: round(per_step / statistics.median(median_seconds(run) for run in runs), 1)
@@ -180,7 +180,7 @@ def main() -> None:
         )
     )  # fmt: skip
     if len(options.seeds) > 1:
-        shares = [within(run["rewards"], [peer_run["rewards"] for peer_run in peer]) for run in mine]
+        shares = [share_within_band(run["rewards"], [peer_run["rewards"] for peer_run in peer]) for run in mine]
         print_line(
             metric_line(
                 "grpo_reward_within_trl", shares, "share of steps", target=None, against="the band of TRL's seeds",

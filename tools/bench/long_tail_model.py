@@ -46,6 +46,7 @@ def main() -> None:
         embeddings[:, 0] = _CONSTANT
         output[:, 0] = 0
         output[end] = 0
+        # Halve the range of the end token's logit until it ends answers at the mean length.
         low, high = 0.0, 8.0
         for _ in range(20):
             output[end, 0] = (low + high) / 2

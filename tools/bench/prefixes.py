@@ -49,7 +49,7 @@ class OneRank:
 
 
 def batch_of(sequences: Sequence[np.ndarray], num_trained: Sequence[int]) -> TokenBatch:
-    """Sequences of which the last tokens are trained."""
+    """Return a batch of sequences. `num_trained` counts the trained tokens at the end of each."""
     training_sequences = []
     for ids, trained in zip(sequences, num_trained, strict=True):
         values = np.full(len(ids), 0.01, np.float32)
@@ -59,6 +59,7 @@ def batch_of(sequences: Sequence[np.ndarray], num_trained: Sequence[int]) -> Tok
 
 
 def cases(prompt: int, answer: int, group: int, vocab_size: int) -> dict[str, TokenBatch]:
+    """Return batches by name: answers to one prompt, sequences that share nothing, and an agent's forked histories."""
     random = np.random.default_rng(0)
 
     def draw(count: int) -> np.ndarray:

@@ -38,7 +38,7 @@ def model_bytes(model: ModelShape) -> int:
 
 
 def needed_bytes(to_vllm: ModelShape, to_megatron: ModelShape, num_ranks: int) -> int:
-    """Memory of the larger case: shards and every engine's copy; Megatron's staging beside them, twice a copy."""
+    """Return the bytes that the larger case needs: shards and engines' copies. Megatron stages two more copies."""
     largest_parameter = 4 * to_vllm.intermediate_size * to_vllm.hidden_size
     engines = num_ranks // 2
     return num_ranks * RANK_BYTES + max(
@@ -62,7 +62,7 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
 
 
 def stage_lines(prefix: str, results: Sequence[Any], base: dict[str, Any]) -> list[dict[str, Any]]:
-    """Where our time goes, and how many bytes went over any wire."""
+    """Return lines with the seconds of each stage, and the bytes that ranks receive."""
     first, ours = results[0], slowest(results, "ours")
     stages = {s: statistics.median(sum_over_ranks(results, "ours", f"{s}_seconds")) / len(results) for s in STAGES}
     sent = sum(r["rounds"][0]["ours"]["received_bytes"] for r in results)
@@ -80,6 +80,7 @@ def stage_lines(prefix: str, results: Sequence[Any], base: dict[str, Any]) -> li
 
 
 def vllm_lines(results: Sequence[Any], base: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the lines of the reshard to vLLM, compared with memcpy and with gathered tensors."""
     lines = stage_lines("reshard_to_vllm", results, base)
     copied = ratios(sum_over_ranks(results, "memcpy", "own_seconds"), sum_over_ranks(results, "local", "own_seconds"))
     in_place = ratios(
@@ -102,6 +103,7 @@ def vllm_lines(results: Sequence[Any], base: dict[str, Any]) -> list[dict[str, A
 
 
 def megatron_lines(results: Sequence[Any], base: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the lines of the reshard to another Megatron layout, compared with Megatron's own."""
     peer = slowest(results, "megatron")
     against = f"megatron.core.resharding over its GlooCopyService, planned before: {statistics.median(peer):.2f} s"
     return [

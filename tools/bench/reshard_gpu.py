@@ -67,7 +67,7 @@ class Exporter:
         }
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """One tensor after the other, each in memory of its own where it is not one part."""
+        """Yield whole tensors. A tensor of several parts is joined in new memory."""
         for name, parts in self._parts.items():
             if len(parts) == 1:
                 yield name, parts[0][1]
@@ -83,7 +83,7 @@ class Exporter:
             self._targets[name].copy_(tensor)
 
     def in_buckets(self) -> None:
-        """Tensors put into flat buckets; a full bucket is taken apart into the engine."""
+        """Collect tensors in flat buckets, and copy each full bucket into the engine's tensors."""
         bucket: list[tuple[str, Tensor]] = []
         size = 0
         for name, tensor in self.export():
@@ -104,7 +104,7 @@ class Exporter:
 def measure(
     model: ModelShape, device: str, rounds: int, budget: Budget
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Seconds of every method, round by round; bytes and copies of the plan."""
+    """Return the seconds of every method in each round, and the bytes and copies of the plan."""
     parallel = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
     padded = padded_vocab_size(model.vocab_size, 1)
     source_layouts = megatron_layouts(model, parallel, padded_vocab_size=padded)
@@ -144,7 +144,7 @@ def measure(
 
 
 def lines_of(seconds: Mapping[str, Sequence[float]], plan: Mapping[str, int], **base: Any) -> list[dict[str, Any]]:
-    """Ours against the limit and the peers."""
+    """Return lines that compare our transport with a plain copy and with two other methods."""
     lines = [
         report.metric_line(
             "repack_seconds", seconds["ours"], "s", target=None, digits=5, **plan, **base,

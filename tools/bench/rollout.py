@@ -37,30 +37,30 @@ LONG_LIMIT = 1500
 
 
 async def idle_share(bench: Bench, tokenizer: Any, options: argparse.Namespace) -> float:
-    """Of two engines the idle share of that which has not the long request."""
+    """Return the idle share of the one of two engines without the long request."""
     await bench.group.call("reset")
     sampler = bench.sampler(4)
     prompt = np.array(problems_of(tokenizer, 1)[0].prompt_token_ids, np.int32)
     # Without temperature a random model repeats itself, and never ends by itself.
     long = Request("long", prompt, SamplingSettings(options.long_tokens, temperature=0.0), 7)
-    going = asyncio.create_task(sampler.pool.generate(long))
+    long_task = asyncio.create_task(sampler.pool.generate(long))
     await asyncio.sleep(0)
     await sampler.sample(problems_of(tokenizer, options.attempts // 4), bench.sampling, seed="bench")
-    if going.done():
+    if long_task.done():
         raise SystemExit("the long request ended before the conversations did: give more --long-tokens")
     used = await bench.group.call("measure_use")
     sent = await bench.group.call("list_requests")
-    going.cancel()
-    await asyncio.gather(going, return_exceptions=True)
+    long_task.cancel()
+    await asyncio.gather(long_task, return_exceptions=True)
     await sampler.pool.wait_until_drained()
     [idle_rank] = [rank for rank, requests in enumerate(sent) if not any(r.request_id == "long" for r in requests)]
     return used[idle_rank].idle
 
 
 async def compare(bench: Bench, num_turns: int, repeats: int) -> dict[str, list[float]]:
-    """Engine steps and CPU seconds of the bare loop over those of the driver, of each pair of runs.
+    """Return ratios (bare loop / driver) of engine steps and CPU seconds for each pair of runs.
 
-    Raises SystemExit where a token differs.
+    Raises SystemExit if a token differs.
     """
     ratios: dict[str, list[float]] = {"engine_steps": [], "cpu_seconds": []}
     async for pair in bench.pairs(num_turns, range(repeats)):
@@ -72,7 +72,7 @@ async def compare(bench: Bench, num_turns: int, repeats: int) -> dict[str, list[
 
 
 async def run(options: argparse.Namespace) -> bool:
-    """Print all lines; whether all targets are met."""
+    """Print all lines. Returns whether all targets are met."""
     tokenizer = load_tokenizer(options.model)
     fields: dict[str, Any] = {
         "machine": machine(), "versions": versions("vllm"), "attempts": options.attempts, "slots": options.slots,

@@ -37,7 +37,7 @@ LEAST = {1: 0.97, 4: 0.90}
 
 
 async def measure(bench: Bench, num_turns: int, repeats: int, budget: Budget, fields: dict[str, Any]) -> None:
-    """The lines of attempts of so many turns."""
+    """Print the lines of attempts with `num_turns` turns."""
     values: dict[str, list[float]] = {"driven": [], "bare": [], "idle": [], "equal": []}
     async for pair in bench.pairs(num_turns, budget.rounds(repeats)):
         driven_tokens, bare_tokens = pair.driven_tokens, pair.bare_tokens
@@ -65,11 +65,11 @@ async def measure(bench: Bench, num_turns: int, repeats: int, budget: Budget, fi
         print_line(metric_line(f"{name}_{metric}", values[kind], unit, target=None, against=against, **fields))
 
 
-def _equal_share(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> float:
-    """The share of completions that are the same token by token."""
-    return len({tuple(completion) for completion in first} & {tuple(completion) for completion in second}) / max(
-        len({*map(tuple, first)}), 1
-    )
+def _equal_share(completions: Sequence[Sequence[int]], other_completions: Sequence[Sequence[int]]) -> float:
+    """Return the share of completions that are equal, token by token."""
+    return len(
+        {tuple(completion) for completion in completions} & {tuple(completion) for completion in other_completions}
+    ) / max(len({*map(tuple, completions)}), 1)
 
 
 async def run(options: argparse.Namespace, budget: Budget) -> None:

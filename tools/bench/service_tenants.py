@@ -146,7 +146,7 @@ async def measure(service: Service, options: argparse.Namespace, log_folder: Pat
 
 
 def check(alone: list[Outcome], together: list[Outcome]) -> None:
-    """Raise AssertionError unless training has the same bits in both ways, and samples are of the tenant's adapters."""
+    """Raise AssertionError unless both ways train with equal bits, and each tenant samples with its own adapter."""
     for number, (one, other) in enumerate(zip(alone, together, strict=True)):
         assert one.norms == other.norms, f"tenant {number}: gradient norms differ: {one.norms} and {other.norms}"
         assert all(map(np.array_equal, one.logprobs, other.logprobs)), f"tenant {number}: log-probs differ"

@@ -38,7 +38,7 @@ MFU_TARGET, PEER_TARGET, LOGPROB_TARGET, GAP_LIMIT = 0.60, 1.2, 0.80, 0.05
 
 
 def lengths_of(num_tokens: int, row: int) -> list[int]:
-    """Long-tailed lengths: log-normal, median 3k at rows of 16k, none longer than a row."""
+    """Return log-normal lengths, none longer than a row. Their median is 3,072 tokens for rows of 16,384."""
     random = np.random.default_rng(0)
     lengths: list[int] = []
     while sum(lengths) < num_tokens:
@@ -68,7 +68,7 @@ def make_batch(lengths: Sequence[int], vocab_size: int) -> Any:
 
 
 def flops(config: dict[str, Any], lengths: Sequence[int]) -> float:
-    """Of forward and backward, causal attention once (arXiv:2205.05198, section 4.3)."""
+    """Return the operations of forward and backward. Causal attention counts once (arXiv:2205.05198, section 4.3)."""
     heads, width = config["num_attention_heads"] * config["head_dim"], config["hidden_size"]
     groups = config["num_key_value_heads"] * config["head_dim"]
     layer = width * (2 * heads + 2 * groups) + 3 * width * config["intermediate_size"]
@@ -103,7 +103,7 @@ def build_engine(folder: Path, row: int, dtype: str, adam: bool, recompute: str,
 
 
 def export(engine: Any) -> dict[str, torch.Tensor]:
-    """The trainer's weights under their Hugging Face names."""
+    """Return the trainer's weights under their Hugging Face names."""
     from megarl.families.shape import padded_vocab_size
     from megarl.reshard.layouts.megatron import megatron_layouts
 
@@ -164,7 +164,7 @@ class Peer:
 
 
 def gemm_flops_per_second(budget: Budget) -> tuple[list[float], bool]:
-    """Of each round, and whether that is the one alone that warms up."""
+    """Return the operations a second of each round, and whether the only round is the warm-up."""
     gemm = Gemm(8192 if torch.cuda.is_available() else 512)
     rounds = time_rounds(gemm.multiply, budget)
     return [gemm.flops / t for t in rounds.seconds], rounds.is_warm_up
@@ -178,7 +178,7 @@ def measure_logprobs(
     budget: Budget,
     is_warm_up: bool,
 ) -> None:
-    """Forward and backward of the vocabulary's log-probs alone; `is_warm_up` says that of the ceiling."""
+    """Print lines about forward and backward of log-probs alone. `is_warm_up`: only a warm-up gave the `ceiling`."""
     from megarl.models.logprobs import vocab_parallel_logprobs
 
     hidden = torch.randn(num_tokens, config["hidden_size"], device=device(), dtype=torch.bfloat16, requires_grad=True)
@@ -221,7 +221,7 @@ def own_steps(
     adam: bool,
     budget: Budget,
 ) -> tuple[Any, dict[str, torch.Tensor], Timed, int]:
-    """Log-probs and weights before the first step, seconds of steps, and their peak bytes."""
+    """Return log-probs and weights before the first step, the seconds of steps, and their peak bytes."""
     with folder_of(config) as folder:
         engine = build_engine(folder, options.row, dtype, adam, options.recompute)
     logprobs = engine.forward(batches[:1])

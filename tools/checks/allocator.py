@@ -188,12 +188,12 @@ class Pool:
 
 def _absorb_next(block: Block) -> None:
     """Make a block as long as it and its next one together."""
-    following = block.next
-    assert following is not None
-    block.size += following.size
-    block.next = following.next
-    if following.next is not None:
-        following.next.previous = block
+    next_block = block.next
+    assert next_block is not None
+    block.size += next_block.size
+    block.next = next_block.next
+    if next_block.next is not None:
+        next_block.next.previous = block
 
 
 class Allocator:

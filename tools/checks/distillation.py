@@ -33,7 +33,7 @@ STUDENT, TEACHER = "runs/quickstart_sft", "runs/quickstart"
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
-    """The 95 % interval of a probability of which so large a share of `count` draws came true.
+    """Return the 95 % interval of a probability, from the `share` of `count` draws that came true.
 
     Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference" (1927).
     """
@@ -55,7 +55,7 @@ def make_models(folder: Path, num_heldout: int, sft: Sequence[str], grpo: Sequen
 
 
 def distil(folder: Path, loss: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """A distillation with this loss, or `off_policy` by imitation of the teacher's samples: accuracies and seconds."""
+    """Distil with a loss, or imitate the teacher's samples (`off_policy`). Returns accuracies and seconds."""
     name = f"{loss}-{time.strftime('%H%M%S')}"
     if loss == "off_policy":
         sample_seconds = train(

@@ -53,7 +53,7 @@ _ARITHMETIC = (
 
 
 def game(name: str, *, steps: int = 32, learning_rate: float = 1e-3, **settings: int) -> tuple[str, ...]:
-    """Recipe and overrides of a game from the player's model; what it draws is measured, no greedy play."""
+    """Return recipe and overrides of a game, started from the player's model. Evaluations sample, at temperature 1."""
     return (
         "rl", f"model.path=runs/{PLAYER}/hf", "data.train=environment:2000",
         "data.validation.heldout=environment:200", "data.max_prompt_tokens=128", "train.prompts_per_step=32",
@@ -162,14 +162,14 @@ START = "quickstart_sft"
 
 
 def start_of(name: str) -> str:
-    """The run whose model a method starts with."""
+    """Return the name of the run whose model a method starts with."""
     recipe, *overrides = METHODS[name]
     start_runs = [run for run in (PLAYER, SEARCHER) if f"model.path=runs/{run}/hf" in overrides]
     return start_runs[0] if start_runs else "tiny_tools_sft" if recipe == "tools" else START
 
 
 def make_start(folder: Path, run: str) -> None:
-    """The data and the model of one of the runs that methods start with. Raises SystemExit where that fails."""
+    """Make the data and the model of a run that methods start with. Raises SystemExit if training fails."""
     inputs, make_data = {
         START: ("quickstart_input", make_dataset),
         "tiny_tools_sft": ("tiny_tools_input", make_tool_data),

@@ -47,7 +47,7 @@ metadata: {{version: 1}}
 
 
 def by_megarl(model: Path, recipe: Path, name: str, limit: int, out: Path) -> tuple[Any, list[dict[str, Any]]]:
-    """The evaluation, and a record for each greedy answer of a set."""
+    """Evaluate with megarl. Returns the evaluation, and a record for each greedy answer of a set."""
     from megarl.loops.commands.evaluation import prepare, run
 
     overrides = [f"evaluation.max_problems={limit}"]
@@ -58,7 +58,7 @@ def by_megarl(model: Path, recipe: Path, name: str, limit: int, out: Path) -> tu
 
 
 def by_harness(python: Path, model: Path, records: Sequence[Any], max_new_tokens: int, folder: Path) -> list[Any]:
-    """The harness's record for each problem."""
+    """Evaluate the same problems with the harness. Returns its record for each."""
     data, system = folder / "data.jsonl", ""
     with data.open("w") as file:
         for record in records:

@@ -46,7 +46,7 @@ print(json.dumps({**read, "reward": [(entry.step, entry.value) for entry in hist
 
 @contextmanager
 def serve(python: Path, folder: Path) -> Iterator[str]:
-    """The address of a server that runs within. Raises SystemExit with its output where it does not start."""
+    """Run a server inside this context, and yield its address. Raises SystemExit with its output if it fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -78,7 +78,7 @@ def _await_health(server: subprocess.Popen[bytes], address: str, log: Path) -> N
 
 
 def log_run(folder: Path) -> None:
-    """Log a run of two starts; the second goes on with the first one's."""
+    """Log a run with two starts. The second continues the record of the first."""
     sections = {
         "name": "small", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t", "system_prompt": PROMPT},
     }  # fmt: skip

@@ -53,21 +53,22 @@ class Timing:
 
 
 def pin(process: subprocess.Popen[bytes]) -> None:
-    """Keep trainers' ranks on the first core and the others on the second, until the run ends: by their logs' names."""
-    first, second, *_ = sorted(os.sched_getaffinity(0))
+    """Keep trainers' ranks on one core and the others on another, until the run ends. Log names tell the rank."""
+    trainer_core, engine_core, *_ = sorted(os.sched_getaffinity(0))
     while process.poll() is None:
         for pid in _descendants(process.pid):
             with contextlib.suppress(OSError):
                 log = re.search(r"rank_0*(\d+)\.log$", os.readlink(f"/proc/{pid}/fd/1"))
                 if log is None:
                     continue
-                core = first if int(log[1]) < NUM_TRAINERS else second
+                core = trainer_core if int(log[1]) < NUM_TRAINERS else engine_core
                 for thread in os.listdir(f"/proc/{pid}/task"):
                     os.sched_setaffinity(int(thread), {core})
         time.sleep(0.5)
 
 
 def _descendants(pid: int) -> list[int]:
+    """Return a process and all processes below it."""
     pids = [pid]
     for parent in pids:
         with contextlib.suppress(OSError):
@@ -78,7 +79,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def time_run(folder: Path, name: str, options: argparse.Namespace, prompts: int, steps: int, **rollout: Any) -> Timing:
-    """Train one run."""
+    """Train one run. Returns the median seconds of its step, sampling and training."""
     is_separate = rollout.get("placement") == "separate"
     recipe = {
         "name": name, "loop": "rl", "model": {"path": "model", "dtype": "float32"},

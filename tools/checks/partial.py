@@ -81,7 +81,7 @@ class Engine:
         of_request = leader_requests.sampling_params
 
         def endless(request: Request) -> Any:
-            """No completion ends before its length."""
+            """Return sampling parameters with which no completion ends before its length."""
             parameters = of_request(request)
             parameters.ignore_eos = True
             return parameters
@@ -126,7 +126,7 @@ async def by_length(sample: Sample) -> Scored:
     return Scored(Reward(float(len(sample.completion_text)), True, False))
 
 
-async def rollouts(
+async def sample_steps(
     ranks: WorkerGroup,
     tokenizer: Any,
     problems: Sequence[Problem],
@@ -134,7 +134,7 @@ async def rollouts(
     options: argparse.Namespace,
     stragglers: str,
 ) -> tuple[list[Trajectory], float, float]:
-    """The trajectories of all steps, engine steps and CPU seconds a sample."""
+    """Sample all steps. Returns trajectories, engine steps a sample, and CPU seconds a sample."""
     partial: dict[str, Any] = (
         {"oversampling": options.oversampling, "importance_sampling": "tis"} if stragglers == "park" else {}
     )
@@ -169,7 +169,7 @@ async def rollouts(
 
 
 async def largest_gap(ranks: WorkerGroup, trajectories: Sequence[Trajectory]) -> float:
-    """The largest distance of a recorded log-prob from that under the weights of its token's version, in nats."""
+    """Return the largest error of a recorded log-prob, in nats, by the weights that sampled its token."""
     gap = 0.0
     for version in sorted({int(v) for t in trajectories for v in t.segments[0].weight_versions if v >= 0}):
         await ranks.call("update", version)
@@ -182,7 +182,7 @@ async def largest_gap(ranks: WorkerGroup, trajectories: Sequence[Trajectory]) ->
 
 
 async def measure(options: argparse.Namespace, model_path: Path, logs: Path) -> dict[str, Any]:
-    """Lengths, engine steps and CPU seconds of both, and how far partial rollouts' log-probs are off."""
+    """Measure both ways: lengths, engine steps, CPU seconds, and the errors of partial rollouts' log-probs."""
     random = np.random.default_rng(0)
     drawn = random.lognormal(np.log(options.median), 1.0, (NUM_PROBLEMS, options.samples))
     lengths = np.clip(drawn, 1, LONGEST * options.median).astype(np.int64)
@@ -199,8 +199,8 @@ async def measure(options: argparse.Namespace, model_path: Path, logs: Path) -> 
         environment={"OMP_NUM_THREADS": "1"},
     )
     try:
-        waited, wait_steps, wait_cpu = await rollouts(ranks, tokenizer, problems, lengths, options, "wait")
-        parked, park_steps, park_cpu = await rollouts(ranks, tokenizer, problems, lengths, options, "park")
+        waited, wait_steps, wait_cpu = await sample_steps(ranks, tokenizer, problems, lengths, options, "wait")
+        parked, park_steps, park_cpu = await sample_steps(ranks, tokenizer, problems, lengths, options, "park")
         gap = await largest_gap(ranks, parked)
     finally:
         await ranks.close()

@@ -165,7 +165,7 @@ class _Saved:
 
 
 def trained_counts(model: Any, prefix: str) -> dict[str, int]:
-    """Bytes of a trained model by kind."""
+    """Return the bytes of a trained model by kind."""
     weights = {t.untyped_storage()._cdata for t in model.parameters.values()}
     main = [t for part in model.optimizer.chained_optimizers for g in part.optimizer.param_groups for t in g["params"]]
     moments = [
@@ -192,7 +192,7 @@ def copies_of(model: Any) -> list[int]:
 
 
 def count(recipe: Recipe, parallel: ParallelConfig, rows: Sequence[Any]) -> dict[str, int]:
-    """One rank: what it holds, in bytes by kind, after a worker was built and has learnt from its rows."""
+    """Return what this rank holds, in bytes by kind, after its worker was built and updated with `rows`."""
     import torch.distributed as dist
 
     from megarl.reshard.live import DirectReshard
@@ -244,7 +244,7 @@ def critic_row(row: Any) -> Any:
 
 
 def rows_of(parallel: ParallelConfig, vocab_size: int) -> list[Any]:
-    """As many full rows as fill the pipeline, all of sequences of one length."""
+    """Return as many full rows as fill the pipeline. All their sequences have one length."""
     from megarl.data.token_batch import TokenBatch
     from megarl.types import TrainingSequence
 
@@ -266,7 +266,7 @@ _PER_TOKEN = ("advantages", "old_logprobs", "reference_logprobs", "values", "ret
 
 
 def plan_bytes(recipe: Recipe, parallel: ParallelConfig, rank: int) -> dict[str, int]:
-    """What the planner says of a rank, in bytes by kind."""
+    """Return the planner's prediction for a rank, in bytes by kind."""
     from megarl.families.shape import read_model_shape
     from megarl.planner.memory.devices import CPU
     from megarl.planner.memory.models import read_models
@@ -300,7 +300,7 @@ def plan_bytes(recipe: Recipe, parallel: ParallelConfig, rank: int) -> dict[str,
 
 
 def check(name: str, model: Path, ranks: RankPool) -> Iterator[dict[str, Any]]:
-    """A line for each kind of memory: what was counted and planned on the rank where they differ most."""
+    """Yield a line for each kind of memory: counted and planned bytes of the rank where they differ most."""
     case = CASES[name]
     parallel, recipe = parallel_of(case), recipe_of(model, case)
     counts = ranks.run(count, recipe, parallel, rows_of(parallel, 1000), world_size=parallel.world_size)

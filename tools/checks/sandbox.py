@@ -243,7 +243,7 @@ class Host:
     """Bound to port, path and name."""
 
     def program(self, text: str) -> str:
-        """An attack with the places and numbers of this host."""
+        """Return an attack's program with the paths and numbers of this host."""
         for word, value in {
             "CANARY": str(self.folder),
             "PORT": str(self.port),
@@ -255,7 +255,7 @@ class Host:
         return text
 
     def state(self) -> dict[str, object]:
-        """All that an attack could have changed."""
+        """Return everything on the host that an attack could have changed."""
         mark = f"megarl-attack-{os.getpid()}"
         files = {path.name: (_hash(path), path.stat().st_mode) for path in sorted(self.folder.iterdir())}
         settings = {name: _hash(Path("/proc/sys/kernel", name)) for name in ("core_pattern", "hostname", "sysrq")}
@@ -272,7 +272,7 @@ class Host:
         }
 
     def _visits(self) -> list[str]:
-        """Those who have reached a socket since the last call."""
+        """Return who reached a socket since the last call."""
         visitors = []
         for listener in self.sockets:
             with contextlib.suppress(BlockingIOError):
@@ -286,7 +286,7 @@ def _hash(path: Path) -> str:
 
 @contextlib.contextmanager
 def host() -> Iterator[Host]:
-    """A host to attack."""
+    """Yield a host to attack: a folder with secrets, sockets, and a process."""
     with tempfile.TemporaryDirectory(prefix="megarl-canary-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         folder.chmod(0o777)
@@ -315,7 +315,7 @@ def host() -> Iterator[Host]:
 
 
 def fault_of(name: str, ran: RunResult) -> str | None:
-    """Why an attack was not contained, None where it was."""
+    """Return why an attack was not contained, or None."""
     if "BREACH" in ran.stdout:
         return f"got through: {ran.stdout[:200]!r}"
     if name in EXPECTED and ran.outcome not in EXPECTED[name]:
@@ -349,9 +349,9 @@ class Observed:
 
 
 def attack(sandbox: Sandbox, target: Host, names: Sequence[str]) -> dict[str, tuple[RunResult, str | None]]:
-    """Run attacks as answers that the reward `code` scores: name -> how it ended, and why it was not contained.
+    """Run attacks as answers that the reward `code` scores. Returns how each ended, and why it was not contained.
 
-    The host is compared after each.
+    After each attack, the host is compared with its state before.
     """
     before = target.state()
     sandbox.run("print('SECRET of an earlier run')", "SECRET")
@@ -369,7 +369,7 @@ def attack(sandbox: Sandbox, target: Host, names: Sequence[str]) -> dict[str, tu
 
 
 def speed(sandbox: Sandbox, runs: int) -> tuple[float, float]:
-    """CPU seconds of a run, all processes together, and runs a second of this process's one sandbox."""
+    """Return the CPU seconds of a run, over all processes, and the runs a second of one sandbox."""
     sandbox.run("print(1)")
     start, before = time.perf_counter(), time.process_time()
     of_runs = sum(sandbox.run("print(int(input()) + 1)", "1").cpu_seconds for _ in range(runs))
@@ -377,7 +377,7 @@ def speed(sandbox: Sandbox, runs: int) -> tuple[float, float]:
 
 
 def rate(num_sandboxes: int, runs: int, without: Sequence[str]) -> float:
-    """Runs a second of several sandboxes at once, as several reward processes have them."""
+    """Return the runs a second of several sandboxes at once, like those of several reward processes."""
     boxes = [Sandbox(settings(without), _without=without) for _ in range(num_sandboxes)]
     for box in boxes:
         box.start()

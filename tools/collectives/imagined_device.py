@@ -53,6 +53,7 @@ class _Kind(NamedTuple):
 
 @cache
 def _kind(func: Any) -> _Kind:
+    """Return whether an operator writes its arguments or returns a view, and which arguments it writes."""
     schema = func._schema
     written: list[int | str] = []
     for place, argument in enumerate(schema.arguments):

@@ -60,6 +60,7 @@ class _Execution:
         return list(self._problems())
 
     def _advance(self, rank: int) -> None:
+        """Execute a rank's program until its end, or until it must wait for a call."""
         steps, calls = self._programs[rank].steps, self._calls[rank]
         position = self._position[rank]
         while position < len(steps):
@@ -75,6 +76,7 @@ class _Execution:
         self._position[rank] = position
 
     def _start(self, rank: int, index: int) -> None:
+        """Start a call. It runs after the earlier calls of its lane."""
         call = self._programs[rank].calls[index]
         lane = (self._job.ranks[rank].group(call.group), call.on_host, call.lane)
         started = self._calls[rank][index] = _Started(rank, index, call, lane)
@@ -111,6 +113,7 @@ class _Execution:
                 self._messages[started.lane, source, destination, is_send].append(started)
 
     def _end_part(self, started: _Started) -> None:
+        """Count a part of a call as done. With the last part, the call ends and the next one of its lane runs."""
         started.missing -= 1
         if not started.has_ended:
             return
@@ -149,11 +152,11 @@ class _Execution:
         """Yield a sentence with the ranks that wait for each other, or for a rank that has ended."""
         path = [min(awaited)]
         while True:
-            following = awaited.get(path[-1])
-            if not following:
+            awaited_ranks = awaited.get(path[-1])
+            if not awaited_ranks:
                 break
             # A rank that has ended explains the wait; else follow a rank that waits itself.
-            nearest = next((rank for rank in following if rank not in awaited), following[0])
+            nearest = next((rank for rank in awaited_ranks if rank not in awaited), awaited_ranks[0])
             if nearest in path:
                 path = [*path[path.index(nearest) :], nearest]
                 break

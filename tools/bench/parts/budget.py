@@ -25,7 +25,7 @@ class Budget:
         return self._end - time.monotonic()
 
     def rounds(self, max_rounds: int) -> Iterator[int]:
-        """The numbers of at most so many rounds: the first in any case, another where the longest before would fit."""
+        """Yield the numbers of at most `max_rounds` rounds. Later ones begin only if the longest so far would fit."""
         longest = 0.0
         for number in range(max_rounds):
             if number and longest > self.seconds_left:
@@ -35,7 +35,7 @@ class Budget:
             longest = max(longest, time.monotonic() - started)
 
     def leaves_out(self, names: Sequence[str], seconds_needed: float = 0.0) -> bool:
-        """Whether there is no time left for the metrics of these names; prints a line that says so."""
+        """Return whether no time is left for these metrics, and print a line if so."""
         if self.seconds_left > seconds_needed:
             return False
         print_line({"left_out": list(names), "why": f"--budget-seconds {self.seconds:g} is used up"})

@@ -104,7 +104,7 @@ class MeasuredEngine:
     def advance(
         self, work: tuple[tuple[Request, ...], tuple[str, ...]], budget_seconds: float, leave_after: int | None
     ) -> list[Completion]:
-        """As `RolloutEngine.advance`; `work` is (requests, ids to abort)."""
+        """Advance the engine, and count its busy time. `work` is (requests, ids to abort)."""
         self._log += work[0]
         start = time.monotonic()
         completions = self._rollout_engine.advance(*work, budget_seconds, leave_after=leave_after)
@@ -114,7 +114,7 @@ class MeasuredEngine:
         return completions
 
     def measure_use(self) -> Used:
-        """What was used since `reset`."""
+        """Return what the engine used since `reset`."""
         span = self._last - (self._first or 0.0)
         idle = 1.0 - self._busy_seconds / span if self._first is not None and span > 0 else 0.0
         return Used(self._num_steps, time.process_time() - self._cpu_start, idle, span)
@@ -124,11 +124,14 @@ class MeasuredEngine:
         return self._log
 
     def bare(self, chains: Sequence[Sequence[Request]]) -> dict[str, list[int]]:
-        """Sample chains of requests, each after the one before; token ids by request."""
+        """Sample with vLLM's engine alone. A request starts when the one before it in its chain ends.
+
+        Returns token ids by request.
+        """
         from megarl.engine.random_state import preserved_random_state
         from megarl.engine.vllm_arguments import sampling_params
 
-        following = {
+        next_requests = {
             request.request_id: next_request for chain in chains for request, next_request in itertools.pairwise(chain)
         }
         tokens_of_requests: dict[str, list[int]] = {}
@@ -150,9 +153,9 @@ class MeasuredEngine:
                     tokens_of_requests[output.request_id] = scheduler.sampled.pop(
                         internal_ids[output.request_id]
                     ).token_ids
-                    if output.request_id in following:
-                        add(following[output.request_id])
-            # What asynchronous scheduling has begun ahead: the driven engine reads it too.
+                    if output.request_id in next_requests:
+                        add(next_requests[output.request_id])
+            # Read the steps that asynchronous scheduling began early, because the driven engine reads them too.
             self._requests.finish_started_steps()
         self._last = time.monotonic()
         return tokens_of_requests
@@ -193,7 +196,7 @@ async def score_nothing(sample: Sample) -> Scored:
 
 
 def problems_of(tokenizer: Any, number: int) -> list[Problem]:
-    """Problems of a few words each."""
+    """Return `number` problems of a few words each."""
     problems = []
     for index in range(number):
         messages = ({"role": "user", "content": f"What is {index} times {index + 7}?"},)
@@ -239,7 +242,7 @@ class Bench:
         return sampler_of(pool, self._tokenizer, num_turns, max_prompt_tokens=max_prompt_tokens)
 
     async def sample_driven(self, num_turns: int) -> tuple[Used, list[Trajectory]]:
-        """Sample with the driver; what was used, its own CPU seconds included, its clock's, and the trajectories."""
+        """Sample with the driver. Returns what was used, with the driver's CPU seconds and clock, and trajectories."""
         problems = problems_of(self._tokenizer, self._num_attempts)
         sampler = self.sampler(num_turns)
         await self.group.call("reset")
@@ -250,14 +253,14 @@ class Bench:
         return replace(used, cpu_seconds=used.cpu_seconds + driver_seconds, seconds=seconds), trajectories
 
     async def bare(self, chains: Sequence[Sequence[Request]]) -> tuple[Used, dict[str, list[int]]]:
-        """Sample the same with a bare engine."""
+        """Sample the same requests with vLLM's engine alone."""
         await self.group.call("reset")
         [tokens_of_requests] = await self.group.call("bare", chains)
         [used] = await self.group.call("measure_use")
         return used, tokens_of_requests
 
     async def pairs(self, num_turns: int, rounds: Iterable[int]) -> AsyncIterator[Pair]:
-        """Both ways for each of the rounds, by turns the one and the other first, after a round that warms up."""
+        """Yield a pair of both ways for each round, after a warm-up. They take turns in going first."""
         _, trajectories = await self.sample_driven(num_turns)
         first, chains = sorted_tokens(trajectories), await self.chains()
         await self.bare(chains)
@@ -271,7 +274,7 @@ class Bench:
             yield Pair(number, ours, bare, first, sorted_tokens(trajectories), sorted(tokens_of_requests.values()))
 
     async def chains(self) -> list[list[Request]]:
-        """The requests of the last `sample_driven`, by attempt."""
+        """Return the requests of the last `sample_driven`, by attempt."""
         [sent] = await self.group.call("list_requests")
         chains: dict[str, list[Request]] = {}
         for request in sent:
@@ -280,7 +283,7 @@ class Bench:
 
 
 def sorted_tokens(trajectories: Sequence[Trajectory]) -> list[list[int]]:
-    """The sampled token ids of each turn of these trajectories."""
+    """Return the sampled token ids of each turn of these trajectories, sorted."""
     return sorted(
         segment.token_ids[segment.turns == turn].tolist()
         for trajectory in trajectories

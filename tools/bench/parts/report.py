@@ -29,7 +29,7 @@ def metric_line(
     digits: int = 3,
     **more: Any,
 ) -> dict[str, Any]:
-    """One line: the median of `values`, all of them as its spread, and whether it meets `target`.
+    """Return a line: the median of `values`, all of them as `spread`, and whether the median meets `target`.
 
     A target is a comparison and a number, as in `>= 0.8`; None: the metric informs, and `met` is None. Raises
     ValueError for another target.
@@ -54,7 +54,7 @@ def warm_up_line(metric: str, values: Sequence[float], unit: str, **fields: Any)
 
 
 def print_line(line: Mapping[str, Any]) -> None:
-    """To standard output, at once: a benchmark that fails later has still said this much."""
+    """Print a line at once, so that it remains if the benchmark fails later."""
     text = json.dumps(line)
     print(text, flush=True)
     if path := os.environ.get(LINES_VARIABLE):
@@ -81,7 +81,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """The versions of megarl, torch and other packages, those that are installed."""
+    """Return the installed versions of megarl, torch and other packages."""
     versions_found = {}
     for package in ("megarl", "torch", *packages):
         try:
@@ -92,7 +92,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping."""
+    """Return the bytes of memory that are available without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

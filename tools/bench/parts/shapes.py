@@ -59,15 +59,16 @@ def write_model(folder: Path, name: str, *, dtype: torch.dtype | None, seed: int
 
 
 def stop_tokens(vocab_size: int, mean_tokens: int) -> list[int]:
-    """Token ids that a policy of random weights samples once in about so many tokens: completions end at all lengths.
+    """Return stop tokens that a random policy samples once in about `mean_tokens` tokens.
 
-    Without them it nearly never ends by itself, and all completions would be as long as they may.
+    Completions then end at all lengths. Without them, almost all would have the maximum length.
     """
     generator = torch.Generator().manual_seed(0)
     return torch.randperm(vocab_size, generator=generator)[: max(1, vocab_size // mean_tokens)].sort()[0].tolist()
 
 
 def _write_weights(folder: Path, dtype: torch.dtype, seed: int) -> None:
+    """Write random weights for the folder's config.json, in files of at most `_FILE_BYTES`."""
     from safetensors.torch import save_file
 
     from megarl.families.model_tensors import hf_tensors
@@ -81,7 +82,7 @@ def _write_weights(folder: Path, dtype: torch.dtype, seed: int) -> None:
         if dtype.itemsize * (sum(map(prod, files[-1].values())) + prod(size)) > _FILE_BYTES and files[-1]:
             files.append({})
         files[-1][tensor] = size
-    places = {}
+    file_of_tensor = {}
     for number, names in enumerate(files, 1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         weights = {}
@@ -90,6 +91,6 @@ def _write_weights(folder: Path, dtype: torch.dtype, seed: int) -> None:
             if "norm" not in tensor:
                 weight.normal_(std=shape.initializer_range, generator=generator)
             weights[tensor] = weight.cpu()
-            places[tensor] = file
+            file_of_tensor[tensor] = file
         save_file(weights, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": file_of_tensor}))

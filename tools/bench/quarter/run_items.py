@@ -113,7 +113,7 @@ class RunItems:
                 self._lines.write(f"{phase}_memory_{name}", shares, "of plan", against=against, measured_gib=gib)
 
     async def _sample(self, num_requests: int, sampling: SamplingSettings, seed: str) -> float:
-        """Sample one turn of so many problems by the run's driver. Returns the seconds."""
+        """Sample one turn of `num_requests` problems with the run's driver. Returns the seconds."""
         run = self._run
         sampler = sampler_of(run.pool, run.data.tokenizer, 1, max_prompt_tokens=PROMPT_TOKENS)
         problems = problems_of(run.data.tokenizer, num_requests)
@@ -127,7 +127,7 @@ class RunItems:
         return answer
 
     async def _profile_rollout(self, num_requests: int) -> None:
-        """Write the time of an engine step with so many requests, its floor by memory, and a profile."""
+        """Write the time of an engine step with `num_requests` requests, its floor by memory reads, and a profile."""
         size, ranks = self._size, self._run.ranks
         sampling = SamplingSettings(size.profile_tokens)
         milliseconds, step_counts = [], []

@@ -13,7 +13,7 @@ from typing import Any
 
 
 def as_rank(world_size: int) -> None:
-    """Start this program anew in the environment that megarl gives its ranks, unless it has it: forks inherit it."""
+    """Restart this program in the environment of megarl's ranks, unless it has it already. Forks inherit it."""
     from megarl.platform.device import rank_environment
 
     environment = rank_environment(world_size)
@@ -22,29 +22,30 @@ def as_rank(world_size: int) -> None:
 
 
 def run_forked(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """Call `function(*args)` on every rank of a gloo world, one thread each; results by rank.
+    """Call `function(*args)` on every rank of a gloo world, with one thread each. Returns results by rank.
 
-    Raises SystemExit with the traceback of the first rank that failed; no process is left behind.
+    Raises SystemExit with the traceback of the first rank that failed. All processes have ended then.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         processes = [
-            context.Process(target=_rank, args=(function, rank, world_size, f"{folder}/store", pipe[1], args))
+            context.Process(target=_run_rank, args=(function, rank, world_size, f"{folder}/store", pipe[1], args))
             for rank, pipe in enumerate(pipes)
         ]
         try:
             for process, (_, sender) in zip(processes, pipes, strict=True):
                 process.start()
                 sender.close()
-            return _results([receiver for receiver, _ in pipes])
+            return _receive_results([receiver for receiver, _ in pipes])
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _results(receivers: list[Connection]) -> list[Any]:
+def _receive_results(receivers: list[Connection]) -> list[Any]:
+    """Return the results of all ranks. Raises SystemExit with the traceback of a rank that failed."""
     results: dict[int, Any] = {}
     while len(results) < len(receivers):
         ready = wait([r for i, r in enumerate(receivers) if i not in results])
@@ -58,7 +59,7 @@ def _results(receivers: list[Connection]) -> list[Any]:
     return [results[rank] for rank in range(len(receivers))]
 
 
-def _rank(
+def _run_rank(
     function: Callable[..., Any], rank: int, world_size: int, store: str, answer: Connection, args: tuple[Any, ...]
 ) -> None:
     import torch

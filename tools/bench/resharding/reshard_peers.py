@@ -17,7 +17,7 @@ from megarl.reshard.layouts.megatron import MegatronLayouts
 
 
 def rules_by_parameter(layouts: MegatronLayouts, rank: int) -> dict[str, tuple[Rule, str]]:
-    """The rule of each of a rank's parameters, and the parameter's name with the model's layer number."""
+    """Return the rule of each of a rank's parameters, and its name with the model's layer number."""
     coordinates = layouts.parallel.coordinates(rank)
     rules = {}
     for chunk in (chunk for chunk in layouts.chunks if chunk.stage == coordinates.pp):
@@ -70,7 +70,7 @@ class Gathered:
                 if self._parallel.pp > 1:
                     for part in parts:
                         dist.broadcast(part, first, group=self._pp)
-                self._slice(full_name, rule, parts)
+                self._write_share(full_name, rule, parts)
 
     def _splits(self, rule: Rule) -> int:
         return 1 if rule.dim is None else self._parallel.tp
@@ -80,26 +80,28 @@ class Gathered:
         shape[rule.dim or 0] = sum(self._layouts.part_lengths(rule))
         return tuple(shape)
 
-    def _slice(self, name: str, rule: Rule, parts: list[torch.Tensor]) -> None:
-        """This engine rank's share of one Megatron parameter."""
+    def _write_share(self, name: str, rule: Rule, parts: list[torch.Tensor]) -> None:
+        """Write this engine rank's share of one Megatron parameter, gathered as `parts`."""
         model, tp, rank = self._model, self._engine_tp, self._engine_rank
         if "linear_qkv.weight" in name:
             group = model.num_heads // model.num_kv_heads + 2
             heads = torch.cat(parts).view(model.num_kv_heads, group, model.head_dim, -1)
-            mine = heads[rank * model.num_kv_heads // tp : (rank + 1) * model.num_kv_heads // tp]
-            pieces = [part.reshape(-1, model.hidden_size) for part in (mine[:, :-2], mine[:, -2], mine[:, -1])]
+            own_heads = heads[rank * model.num_kv_heads // tp : (rank + 1) * model.num_kv_heads // tp]
+            pieces = [
+                part.reshape(-1, model.hidden_size) for part in (own_heads[:, :-2], own_heads[:, -2], own_heads[:, -1])
+            ]
             self._write(name, pieces)
         elif "linear_fc1.weight" in name:
             halves = [part.chunk(2) for part in parts]
             rows = model.intermediate_size // tp
-            self._write(name, [_range([h[i] for h in halves], rank * rows, rows) for i in (0, 1)])
+            self._write(name, [_join_range([h[i] for h in halves], rank * rows, rows) for i in (0, 1)])
         elif rule.padded:
             target = self._destinations[_vllm_name(name)]
             rows = -(-model.vocab_size // 64) * 64 // tp
-            self._write(name, [_range(parts, rank * rows, len(target))])
+            self._write(name, [_join_range(parts, rank * rows, len(target))])
         elif rule.dim == 1:
             columns = parts[0].shape[1] * len(parts) // tp
-            self._write(name, [_range(parts, rank * columns, columns, dim=1)])
+            self._write(name, [_join_range(parts, rank * columns, columns, dim=1)])
         else:
             self._write(name, parts)
 
@@ -110,8 +112,8 @@ class Gathered:
             start += len(piece)
 
 
-def _range(parts: list[torch.Tensor], start: int, length: int, dim: int = 0) -> torch.Tensor:
-    """A range of what the parts are one after another."""
+def _join_range(parts: list[torch.Tensor], start: int, length: int, dim: int = 0) -> torch.Tensor:
+    """Return `length` rows from `start` on, of the parts joined along `dim`."""
     pieces, size = [], parts[0].shape[dim]
     for index, part in enumerate(parts):
         low, high = max(start, index * size), min(start + length, (index + 1) * size)
@@ -134,7 +136,7 @@ def _vllm_name(megatron_name: str) -> str:
 
 def _own_group(groups: list[list[int]]) -> dist.ProcessGroup:
     """Make all groups, as every rank must, and return the one that this rank is in."""
-    # Dealt ranks are not in order, their parts are.
+    # Keep the order of `ranks`: permuted ranks are not ascending, but their parts are.
     process_groups = [dist.new_group(ranks, sort_ranks=False) for ranks in groups]
     return next(
         group for group in process_groups if isinstance(group, dist.ProcessGroup)
@@ -142,7 +144,7 @@ def _own_group(groups: list[list[int]]) -> dist.ProcessGroup:
 
 
 def import_megatron() -> Any:
-    """Megatron's `swap_model_weights`; its gloo service makes a CUDA stream, which a CPU must be excused from."""
+    """Return Megatron's `swap_model_weights`, patched for a CPU, because its gloo service makes a CUDA stream."""
     from megarl.platform import libraries
 
     libraries.prepare_megatron()
@@ -170,7 +172,7 @@ class MegatronResharding:
 
 
 def _megatron_module(layouts: MegatronLayouts, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """A module tree with Megatron's names, attributes and process groups."""
+    """Return a module tree with Megatron's names, attributes and process groups."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     root: Any = nn.Module()
@@ -196,7 +198,7 @@ def _megatron_module(layouts: MegatronLayouts, tensors: Mapping[str, torch.Tenso
 
 
 def _grid(parallel: ParallelConfig) -> Iterator[tuple[str, list[list[int]]]]:
-    """The ranks of every tensor-, pipeline- and data-parallel group."""
+    """Yield the ranks of every tensor-, pipeline- and data-parallel group."""
     tp, pp, dp = range(parallel.tp), range(parallel.pp), range(parallel.dp)
     yield "tp", [[parallel.rank(t, d, p) for t in tp] for p in pp for d in dp]
     yield "pp", [[parallel.rank(t, d, p) for p in pp] for t in tp for d in dp]

@@ -27,7 +27,7 @@ Method = Callable[[], CopyReport | dict[str, float] | None]
 
 
 def to_vllm(model: ModelShape, parallel: ParallelConfig, rounds: int, bucket_bytes: int) -> dict[str, Any]:
-    """Megatron's shards into vLLM's: our transport, its local copies alone, `memcpy` of as much, full gathers."""
+    """Reshard Megatron's shards to vLLM's. Time our transport, its local copies, `memcpy`, and full gathers."""
     parallel = order_ranks(model, parallel, ranks_per_node=parallel.world_size)
     rank, padded = dist.get_rank(), padded_vocab_size(model.vocab_size, parallel.tp)
     layouts = megatron_layouts(model, parallel, padded_vocab_size=padded)
@@ -45,17 +45,22 @@ def to_vllm(model: ModelShape, parallel: ParallelConfig, rounds: int, bucket_byt
         "gathered": Gathered(layouts, parallel.rollout_tp, sources, live).run,
         "gloo": Transport(part, sources, live, dtype=torch.bfloat16, shared_memory=False).reshard,
     }
-    checked = _check(methods, engine_layouts[rank], live, arena)
+    wrong_tensors = _find_wrong_tensors(methods, engine_layouts[rank], live, arena)
     methods["local"] = Transport(alone, sources, live, dtype=torch.bfloat16).reshard
     methods["memcpy"] = _memcpy(arena, local_bytes)
     del methods["gloo"]
-    return {"wrong": checked, "rounds": _time_rounds(methods, rounds), "plan_seconds": plan_seconds, **_traffic(plan)}
+    return {
+        "wrong": wrong_tensors,
+        "rounds": _time_rounds(methods, rounds),
+        "plan_seconds": plan_seconds,
+        **_traffic(plan),
+    }
 
 
 def to_megatron(
     model: ModelShape, source: ParallelConfig, target: ParallelConfig, rounds: int, bucket_bytes: int
 ) -> dict[str, Any]:
-    """Megatron's shards into another Megatron layout's: our transport and `megatron.core.resharding`."""
+    """Reshard Megatron's shards to another layout. Time our transport and `megatron.core.resharding`."""
     rank, padded = dist.get_rank(), padded_vocab_size(model.vocab_size, source.tp)
     layouts = megatron_layouts(model, source, padded_vocab_size=padded)
     target_layouts = megatron_layouts(model, target, padded_vocab_size=padded)
@@ -70,10 +75,10 @@ def to_megatron(
         "ours": Transport(part, sources, live, dtype=torch.bfloat16).reshard,
         "megatron": peer.run,
     }
-    checked = _check(methods, target_layouts[rank], live, arena)
+    wrong_tensors = _find_wrong_tensors(methods, target_layouts[rank], live, arena)
     peer_seconds = time.perf_counter() - start
     return {
-        "wrong": checked, "rounds": _time_rounds(methods, rounds), "plan_seconds": plan_seconds,
+        "wrong": wrong_tensors, "rounds": _time_rounds(methods, rounds), "plan_seconds": plan_seconds,
         "peer_start_seconds": peer_seconds, **_traffic(plan),
     }  # fmt: skip
 
@@ -86,7 +91,7 @@ def _make_plan(layouts: Any, target_layouts: Any, bucket_bytes: int) -> tuple[Pl
 
 
 def _sources(layouts: MegatronLayouts) -> dict[str, torch.Tensor]:
-    """This rank's shards, each element with its own bits."""
+    """Return this rank's shards. Each element has bits of its own."""
     shapes = _shapes(layouts)
     tensors = Arena(sum(map(prod, shapes.values()))).tensors(shapes)
     fill(layouts[dist.get_rank()], tensors)
@@ -97,10 +102,10 @@ def _shapes(layouts: MegatronLayouts) -> dict[str, tuple[int, ...]]:
     return parameter_shapes(layouts, layouts.parallel.coordinates(dist.get_rank()))
 
 
-def _check(
+def _find_wrong_tensors(
     methods: dict[str, Method], target_layout: Layout, live: dict[str, torch.Tensor], arena: Arena
 ) -> dict[str, str]:
-    """Each method's output, which starts from nothing: method -> first tensor that is wrong."""
+    """Run each method on zeroed tensors. Returns the first wrong tensor, by method."""
     wrong = {}
     for name, run in methods.items():
         arena.flat.zero_()
@@ -113,21 +118,21 @@ def _check(
 
 
 def _memcpy(arena: Arena, num_bytes: int) -> Method:
-    """The C library's copy of as many bytes, from one half of the destinations to the other."""
+    """Return a copy of `num_bytes` by the C library, from one end of the destinations to the other."""
     block = arena.flat.view(torch.uint8).numpy()
     target, source = block[:num_bytes], block[len(block) - num_bytes :]
     return lambda: np.copyto(target, source)
 
 
 def _time_rounds(methods: dict[str, Method], rounds: int) -> list[dict[str, dict[str, float]]]:
-    """Round by round and method by method: seconds until this rank and until all ranks are done, and the stages.
+    """Return the seconds of each method in each round: of this rank, of all ranks, and by stage.
 
-    Each round begins with another method, since one that allocates much slows the next.
+    Each round begins with another method, because one that allocates much slows the next.
     """
     measured, names = [], list(methods)
-    for first in range(rounds):
+    for first_index in range(rounds):
         measured.append({})
-        for name in names[first % len(names) :] + names[: first % len(names)]:
+        for name in names[first_index % len(names) :] + names[: first_index % len(names)]:
             run = methods[name]
             dist.barrier()
             start = time.perf_counter()

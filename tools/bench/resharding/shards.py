@@ -40,14 +40,14 @@ class Arena:
         self.flat = torch.zeros(numel, dtype=torch.bfloat16, device=device)
 
     def tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-        """Contiguous tensors one after the other from the start."""
+        """Return contiguous tensors of these shapes, one after the other from the start."""
         sizes = [prod(shape) for shape in shapes.values()]
         parts = self.flat[: sum(sizes)].split(sizes)
         return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
 def storage_shapes(layout: Iterable[Piece]) -> dict[str, tuple[int, ...]]:
-    """The smallest row-major storages that hold all pieces."""
+    """Return the shapes of the smallest row-major storages that hold all pieces."""
     shapes: dict[str, tuple[int, ...]] = {}
     for piece in layout:
         last = piece.offset + sum((n - 1) * s for n, s in zip(piece.box.shape, piece.strides, strict=True))
@@ -64,7 +64,7 @@ def fill(layout: Layout, storages: Mapping[str, Tensor]) -> None:
 
 
 def first_difference(layout: Layout, storages: Mapping[str, Tensor]) -> str | None:
-    """The first tensor of which a bit is not where the layout says."""
+    """Return the first tensor with a bit that is not where the layout says, or None."""
     for piece in layout:
         for view, bits in _blocks((piece,), storages):
             if not torch.equal(view, bits):
@@ -73,7 +73,7 @@ def first_difference(layout: Layout, storages: Mapping[str, Tensor]) -> str | No
 
 
 def _blocks(layout: Layout, storages: Mapping[str, Tensor]) -> Iterable[tuple[Tensor, Tensor]]:
-    """A few rows of a piece at a time, as they lie and as they should be, in bits."""
+    """Yield a few rows of each piece at a time, as bits: the stored ones, and the expected ones."""
     for piece in layout:
         box, storage = piece.box, storages[piece.storage].view(torch.int16)
         piece_view = strided_view(storage, View(piece.storage, piece.offset, piece.strides), box.shape, box.name)
