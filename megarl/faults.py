@@ -20,7 +20,7 @@ _injector: Any = None
 
 
 def reach(point: str, tensors: Callable[[], Iterable[Any]] = tuple) -> None:
-    """Inject a test's fault at this point, if any. It may change the `tensors`."""
+    """Inject the fault that a test set for this point, if any. The fault may change `tensors`."""
     # This condition is the only cost in a run without faults.
     if _injector is not None:
         _injector.reach(point, tensors)

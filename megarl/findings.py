@@ -32,7 +32,7 @@ class Finding(NamedTuple):
 
 
 def finding_of_line(level: Level, line: str, exit_code: int = ConfigError.exit_code) -> Finding:
-    """Parse a line `PLACE: TEXT`; `str` of the finding is the line again."""
+    """Return the finding of a line `PLACE: TEXT`, for example `trainer.tp = 3: does not divide 4`."""
     # The separator is colon and space, because a place FILE:LINE has a colon too. A line without it is all text.
     place, colon, text = line.partition(": ")
     return Finding(level, place, text, exit_code=exit_code) if colon else Finding(level, "", line, exit_code=exit_code)

@@ -16,9 +16,9 @@ def ends_in_thoughts(text: str, *, begins_in_thoughts: bool = False) -> bool:
     """
     last_opening = max(text.rfind(opening) for opening, _ in MARKS)
     last_closing = max(text.rfind(closing) for _, closing in MARKS)
-    channel = text.rfind(_CHANNEL)
-    if channel > max(last_opening, last_closing):
-        return text.startswith("analysis", channel + len(_CHANNEL))
+    channel_start = text.rfind(_CHANNEL)
+    if channel_start > max(last_opening, last_closing):
+        return text.startswith("analysis", channel_start + len(_CHANNEL))
     return last_opening > last_closing if max(last_opening, last_closing) >= 0 else begins_in_thoughts
 
 

@@ -454,8 +454,8 @@ class Trajectory:
         """Return the trajectory as JSON values. Arrays and times go to the archive, under names beginning with
         `prefix`.
         """
-        for place, segment in enumerate(self.segments):
-            archive.put(segment, _SEGMENT_ARRAYS, f"{prefix}{place}.")
+        for segment_index, segment in enumerate(self.segments):
+            archive.put(segment, _SEGMENT_ARRAYS, f"{prefix}{segment_index}.")
         # An environment's metrics with names that end in `seconds` are times too.
         times = {name for name in self.metrics if name.endswith("seconds")}
         archive.times[prefix] = {
@@ -485,7 +485,7 @@ class Trajectory:
         cls, values: Mapping[str, Any], archive: Archive, prefix: str, find_problem: FindProblem
     ) -> Trajectory:
         """Restore a trajectory from JSON values, and from arrays with names that begin with `prefix`."""
-        segment_prefixes = [f"{prefix}{segment_prefix}." for segment_prefix in range(values["segments"])]
+        segment_prefixes = [f"{prefix}{segment_index}." for segment_index in range(values["segments"])]
         times, reward = archive.times[prefix], values["reward"]
         return cls(
             **{name: values[name] for name in _TRAJECTORY_VALUES},
@@ -519,11 +519,15 @@ class Trajectory:
         rewards = dict(self.turn_rewards)
         observations = dict(enumerate(self.messages[1:]))
         callers = [{"agent": c.agent, "parent": c.parent, "kind": c.kind} for c in self.callers]
-        places = {turn: place for place, segment in enumerate(self.segments) for turn in segment.turns.tolist()}
+        segment_of_turn = {
+            turn: segment_index
+            for segment_index, segment in enumerate(self.segments)
+            for turn in segment.turns.tolist()
+        }
         turns = [
             {"completion": text, "reward": rewards.get(number), "observation": observations.get(number, ())}
             | ({"state": self.turn_states[number]} if self.turn_states else {})
-            | (callers[number] | {"segment": places.get(number)} if callers else {})
+            | (callers[number] | {"segment": segment_of_turn.get(number)} if callers else {})
             for number, text in enumerate(self.texts)
         ]
         has_turns = len(turns) > 1 or (len(turns) == 1 and any(observations.values()))

@@ -100,7 +100,7 @@ def convert_drafter(checkpoint: Path, folder: Path, source: str, policy: ModelSh
     exists. Raises DataError for a damaged checkpoint, or one without a drafter of this shape.
     """
     shape, reader = read_drafter_shape(source, policy), CheckpointReader(checkpoint, policy)
-    tensors = {name: reader.read_further(PARAMETERS + name, size) for name, size in shape.tensors.items()}
+    tensors = {name: reader.read_further_tensor(PARAMETERS + name, size) for name, size in shape.tensors.items()}
     [dtype] = {tensor.dtype for tensor in tensors.values()}
     maps = _vocabulary_maps(source)
     files = _files_of_weights(shape, dtype, maps)

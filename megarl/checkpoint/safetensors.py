@@ -178,7 +178,7 @@ def check_folder(folder: Path, override: Mapping[str, Any] | None = None) -> Non
         check_weights(folder, FolderReader(folder, read_model_shape(folder, override)))
 
 
-def head_rows(folder: str | Path, rows: range, *, override: Mapping[str, Any] | None = None) -> Tensor:
+def read_head_rows(folder: str | Path, rows: range, *, override: Mapping[str, Any] | None = None) -> Tensor:
     """Read rows `rows` (token ids) of a language model's output layer, in the stored dtype: [rows, hidden_size].
 
     `override` changes fields of config.json. Raises DataError for an invalid folder.
@@ -309,7 +309,7 @@ def write_folder(
             written_pieces[writing_rank] += unpack_layout((piece,), model) if model else (piece,)
             num_elements[storage] = num_elements.get(storage, 0) + prod(shape)
         if writing_rank == rank:
-            destinations |= _create(partial / file, tensors)
+            destinations |= _create_mapped_file(partial / file, tensors)
     plan = make_plan(layouts, list(map(tuple, written_pieces)), itemsize=dtype.itemsize, bucket_bytes=bucket_bytes)
     Transport(plan.for_rank(rank), parameters, destinations, dtype=dtype).reshard()
     # All files must be complete before the rename, and the rename must be done before any rank returns.
@@ -365,7 +365,7 @@ def _storage(file: str, dtype: torch.dtype) -> str:
     return f"{file} {dtype}"
 
 
-def _create(path: Path, tensors: Mapping[str, Form]) -> dict[str, Tensor]:
+def _create_mapped_file(path: Path, tensors: Mapping[str, Form]) -> dict[str, Tensor]:
     """Create a safetensors file with its header and reserve its space.
 
     Returns the mapped data: one tensor [elements] for each dtype, by `_storage`. Tensors of one dtype must be
@@ -377,7 +377,9 @@ def _create(path: Path, tensors: Mapping[str, Form]) -> dict[str, Tensor]:
         file.flush()
         # Reserve the space now: a full disk raises OSError here. While writing through the map it would raise SIGBUS,
         # which kills the process.
-        os.posix_fallocate(file.fileno(), 0, len(header) + sum(prod(s) * kind.itemsize for s, kind in tensors.values()))
+        os.posix_fallocate(
+            file.fileno(), 0, len(header) + sum(prod(shape) * dtype.itemsize for shape, dtype in tensors.values())
+        )
         mapped = mmap.mmap(file.fileno(), 0)
     storages, byte_offset = {}, len(header)
     for dtype, group in groupby(tensors.values(), key=itemgetter(1)):

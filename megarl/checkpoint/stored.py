@@ -118,7 +118,6 @@ def _find_fault_of_untrained(path: Path, name: str, model: ModelShape, copied_pr
 def _find_fault_of_trained_tensor(
     path: Path, name: str, code: str, shape: tuple[int, ...], expected_shape: tuple[int, ...]
 ) -> list[Fault]:
-    """Return a fault if a tensor's dtype cannot be trained, or its shape is not the model's."""
     if code not in CODES:
         return [Fault("type", f"{path}: {name} is {code}; only {', '.join(CODES)} can be trained.")]
     if shape != expected_shape:

@@ -144,7 +144,7 @@ def parameters(model: ModelShape) -> Iterator[Parameter]:
             expert_dimension = (model.num_experts,) if rule.is_expert else ()
             for expert in range(model.num_experts) if rule.is_expert else (-1,):
                 leading_indices = (*(() if layer_in_key else (layer,)), *((expert,) if rule.is_expert else ()))
-                for part, block_key in _blocks(rule):
+                for part, block_key in _split_into_blocks(rule):
                     yield Parameter(
                         part,
                         leading_indices,
@@ -159,14 +159,14 @@ def parameters(model: ModelShape) -> Iterator[Parameter]:
         if not rule.parameter.startswith(DRAFT_LAYERS):
             yield Parameter(rule, (), ())
             continue
-        # Megatron-Core 0.16.1 writes the number of such a layer into its keys.
+        # Megatron-Core 0.16.1 writes the number of a draft layer into its keys.
         [layer_number] = rule.layers or (-1,)
         for expert in range(model.num_experts) if rule.is_expert else (-1,):
             leading_indices, leading_shape = ((expert,), (model.num_experts,)) if rule.is_expert else ((), ())
             yield Parameter(rule, leading_indices, leading_shape, layer_number, expert, is_latent=is_latent)
 
 
-def _blocks(rule: Rule) -> Iterator[tuple[Rule, str]]:
+def _split_into_blocks(rule: Rule) -> Iterator[tuple[Rule, str]]:
     """Yield a rule with an empty key ending, or each of its blocks as a separate rule with its key ending."""
     if not rule.block_keys:
         yield rule, ""
@@ -199,7 +199,7 @@ def split(
         chunk = layouts.chunk(parameter.layer) if rule.place == "every_layer" else layouts.chunks_of(rule)[0]
         # Expert parallelism gives each rank an equal, contiguous range of experts.
         ep_rank = parameter.expert * parallel.ep // model.num_experts if rule.is_expert else 0
-        for tp_rank, box in _boxes(rule, shape, layouts, chunk_bytes // dtype.itemsize):
+        for tp_rank, box in _split_into_boxes(rule, shape, layouts, chunk_bytes // dtype.itemsize):
             ones = (1,) * len(parameter.leading)
             yield StoredShard(
                 parameter.keys,
@@ -212,7 +212,7 @@ def split(
             )
 
 
-def _boxes(
+def _split_into_boxes(
     rule: Rule, shape: tuple[int, ...], layouts: MegatronLayouts, max_elements: int
 ) -> Iterator[tuple[int, Box]]:
     """Yield (tensor-parallel rank, part) for equal parts of each fused block.

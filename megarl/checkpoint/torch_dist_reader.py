@@ -94,7 +94,7 @@ class CheckpointReader:
         """Return a storage (a stored part of a tensor), memory-mapped: [elements]."""
         place, shape, dtype = self._chunks[name]
         if name not in self._starts:
-            self._starts[name] = place.start + self._locate(place, shape, dtype)
+            self._starts[name] = place.start + self._find_byte_offset(place, shape, dtype)
         path = self.folder / place.file
         if path not in self._maps:
             with path.open("rb") as file:
@@ -102,7 +102,7 @@ class CheckpointReader:
                 self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         return torch.frombuffer(self._maps[path], dtype=dtype, count=prod(shape), offset=self._starts[name])
 
-    def read_further(self, key: str, shape: tuple[int, ...]) -> Tensor:
+    def read_further_tensor(self, key: str, shape: tuple[int, ...]) -> Tensor:
         """Return a whole tensor [*shape] outside the model, such as a drafter's, by its key in the checkpoint.
 
         Raises DataError if it is missing, damaged, or has another shape.
@@ -145,7 +145,7 @@ class CheckpointReader:
                 self.pieces[piece.box.name].append(piece)
                 self.dtypes[piece.box.name] = tensor.dtype
 
-    def _locate(self, place: Stored, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    def _find_byte_offset(self, place: Stored, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Return the byte offset of a part's elements in its place in a file. Reads only the pickle around the
         elements.
         """
@@ -186,9 +186,9 @@ def _check_backend(folder: Path) -> None:
     try:
         backend = loads(path.read_bytes())["sharded_backend"]
     except FileNotFoundError:
-        pickled = next(iter(sorted(folder.rglob("*.pt"))), folder)
+        pickle_file = next(iter(sorted(folder.rglob("*.pt"))), folder)
         raise DataError(
-            f"{pickled}: not a torch_dist checkpoint ({path} is missing). Save it with --ckpt-format torch_dist."
+            f"{pickle_file}: not a torch_dist checkpoint ({path} is missing). Save it with --ckpt-format torch_dist."
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: cannot be read ({error}). {_AGAIN}") from None

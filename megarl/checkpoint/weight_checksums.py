@@ -73,7 +73,7 @@ def checksums_text(tensors: Mapping[str, int]) -> str:
     return json.dumps(content, indent=1) + "\n"
 
 
-def stored_checksums(folder: Path) -> dict[str, int]:
+def read_stored_checksums(folder: Path) -> dict[str, int]:
     """Return the checksums stored in a model folder, by tensor name; empty without the file.
 
     Raises DataError for an invalid file.
@@ -105,7 +105,7 @@ def check_weights(folder: Path, stored: StoredTensors) -> None:
     If a process group exists, each of its ranks reads an equal share. Raises DataError naming file and tensor of the
     first difference.
     """
-    expected = stored_checksums(folder)
+    expected = read_stored_checksums(folder)
     names = stored.pieces.keys() & expected.keys()
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     for name in sorted(names)[rank::num_ranks]:

@@ -31,7 +31,7 @@ def weights_identity(folder: str | Path) -> str:
         for name, (_, shape) in read_safetensors_header(folder / file, tensors).items()
     }
     digest = hashlib.sha256()
-    for name in _sampled_names(file_and_shape):
+    for name in _choose_sample_names(file_and_shape):
         file, shape = file_and_shape[name]
         digest.update(f"{name} {shape}".encode())
         with safe_open(folder / file, "pt") as weight_file:
@@ -45,10 +45,10 @@ def weights_identity(folder: str | Path) -> str:
     return digest.hexdigest()
 
 
-def _sampled_names(names: Collection[str]) -> list[str]:
+def _choose_sample_names(names: Collection[str]) -> list[str]:
     """Return some names of each kind of tensor, such as the query matrices of all layers, evenly spread.
 
-    Training may change only a few kinds, such as adapters' targets, so each kind is sampled.
+    Training may change only a few kinds, such as adapters' targets.
     """
     names_of_kind: dict[str, list[str]] = {}
     for name in sorted(names):

@@ -161,13 +161,13 @@ def train(
             written_recipe = with_steps(written_recipe)
             resolved_recipe = with_memory_defaults(written_recipe, is_start=not dry_run)
         # Before the data is read: a finished run needs neither data nor model.
-        if not dry_run and not restart and not _has_work(resolved_recipe, resume):
+        if not dry_run and not restart and not _has_steps_left(resolved_recipe, resume):
             return
         if not dry_run and download_missing(written_recipe, display.info):
             # The model's sizes are known only after the download.
             check_disk(written_recipe)
             resolved_recipe = with_memory_defaults(written_recipe, is_start=True)
-        with contextlib.nullcontext() if dry_run else _ranks_importing(resolved_recipe):
+        with contextlib.nullcontext() if dry_run else _import_in_background(resolved_recipe):
             parallel, records, dropped, record_digests = check_completely(
                 resolved_recipe, display, is_start=not dry_run
             )
@@ -218,7 +218,7 @@ def fork_run(
         raise
 
 
-def _ranks_importing(recipe: Recipe) -> contextlib.AbstractContextManager[None]:
+def _import_in_background(recipe: Recipe) -> contextlib.AbstractContextManager[None]:
     """Import the ranks' libraries in the background within this context: imports take longer than the checks."""
     from megarl.cluster.launchers.run_nodes import importing_early
 
@@ -252,7 +252,7 @@ def _check_run_folder(folder: Path, resume: str | None, *, is_restart: bool) -> 
             refuse_other_schema(checkpoint)
 
 
-def _has_work(recipe: Recipe, resume: str | None) -> bool:
+def _has_steps_left(recipe: Recipe, resume: str | None) -> bool:
     """Return whether the run has steps left. For a finished run, print this before anything starts or changes.
 
     Raises ConfigError if the run folder does not fit the options.
@@ -342,20 +342,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(arguments)
     except MegarlError as error:
         print_error(error)
-        _leave(error.exit_code)
+        _exit_process(error.exit_code)
     except Exception as error:
         # Any library may raise an OSError for a full disk, so recognise it here.
         from megarl.files.atomic import disk_full
 
         if (full := disk_full(error)) is not None:
             print_error(full)
-            _leave(full.exit_code)
+            _exit_process(full.exit_code)
         with contextlib.suppress(OSError):
             print(printable(traceback.format_exc()), end="", file=sys.stderr)
-        _leave(MegarlError.exit_code)
+        _exit_process(MegarlError.exit_code)
 
 
-def _leave(code: int) -> NoReturn:
+def _exit_process(code: int) -> NoReturn:
     """End the process with this exit code, even if its output cannot be written (full disk, closed terminal)."""
     for stream in (sys.stdout, sys.stderr):
         try:

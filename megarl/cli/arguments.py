@@ -108,16 +108,15 @@ def _argument_texts(ctx: Any, argument: Any) -> list[str]:
 
 def _list_options(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     """Yield each option with its value; None: it has none."""
-    for argument, following in zip_longest(arguments, arguments[1:]):
+    for argument, next_argument in zip_longest(arguments, arguments[1:]):
         if argument.startswith("-"):
             option, equals, value = argument.partition("=")
             # A dash begins the next option, so it is never a value.
-            is_value = following is not None and not following.startswith("-")
-            yield option, value if equals else following if is_value else None
+            is_value = next_argument is not None and not next_argument.startswith("-")
+            yield option, value if equals else next_argument if is_value else None
 
 
 def _unknown_option(option: str, value: str | None, parameters: Sequence[Any]) -> str:
-    """Return the error about one unknown option: `--steps: unknown option; write train.steps=5`."""
     from megarl.config.reading.explaining import option_hint
 
     options = [name for parameter in parameters for name in parameter.opts if name.startswith("--")]

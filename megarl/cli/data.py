@@ -95,7 +95,7 @@ def check_data(
             "--model": model, "--kind": kind, "--format": data_format, "--fields": fields,
             "--answer-field": answer_field, "--chat-template": chat_template, "--system-prompt": system_prompt,
         }  # fmt: skip
-        _check_of_recipe(
+        _check_data_of_recipe(
             recipe, source, heldout or [], [option for option, value in options.items() if value is not None]
         )
         return
@@ -153,7 +153,7 @@ def _read_field_names(data_format: str | None, fields: str | None, answer_field:
     return FieldNames(config.format, names_by_role, config.answer_field, remedy="--fields '{}'")
 
 
-def _check_of_recipe(path: str, source: str | None, heldout: list[str], conflicting: list[str]) -> None:
+def _check_data_of_recipe(path: str, source: str | None, heldout: list[str], conflicting: list[str]) -> None:
     """Check the data sets of a recipe. If a data set has errors, exit with an error.
 
     With `source`, check only this source as training data of the recipe, and compare its prompts with the `heldout`

@@ -64,7 +64,7 @@ def resize(
 
 
 def _read_sizes(
-    recipe: Path | str, before: Sequence[str], overrides: Sequence[str], *, is_of_run: bool = False
+    recipe: Path | str, earlier_overrides: Sequence[str], overrides: Sequence[str], *, is_of_run: bool = False
 ) -> dict[str, Any]:
     """Return the sizes in overrides, by field. Raises ConfigError for fields that a resize cannot change.
 
@@ -75,7 +75,7 @@ def _read_sizes(
 
     names = [text.partition("=")[0] for text in overrides]
     refuse_other_fields(names)
-    resized_recipe = load(recipe, [*before, *overrides], is_of_run=is_of_run)
+    resized_recipe = load(recipe, [*earlier_overrides, *overrides], is_of_run=is_of_run)
     return {name: attrgetter(name)(resized_recipe) for name in names}
 
 

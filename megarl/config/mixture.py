@@ -168,7 +168,6 @@ def _merge_values(section: Section, changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def _list_overridden_fields(section: Section, changes: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """Yield the dotted names of the fields that a source's values override."""
     for name, value in changes.items():
         current = getattr(section, name, None)
         if isinstance(current, Section) and isinstance(value, Mapping):

@@ -104,7 +104,7 @@ def to_yaml(recipe: Recipe, comments: bool = False) -> str:
 
 
 def written_value(recipe: Recipe, field: str) -> Any:
-    """Return a field's value as plain YAML or JSON. References stay unresolved, secrets are hidden."""
+    """Return the `plain_value` of a field."""
     place, references = tuple(field.split(".")), recipe.references
     return plain_value(value_at(recipe, field), place, references)
 

@@ -26,14 +26,14 @@ def all_fields() -> dict[str, FieldInfo]:
     """Return every recipe field by dotted name, sections too, but no list items."""
     from megarl.config import Recipe
 
-    return dict(_fields(Recipe, ""))
+    return dict(_list_fields(Recipe, ""))
 
 
-def _fields(section: type[Section], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+def _list_fields(section: type[Section], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
     for name, field in section.model_fields.items():
         yield prefix + name, field
         if (inner_section := section_of(field)) is not None:
-            yield from _fields(inner_section, f"{prefix}{name}.")
+            yield from _list_fields(inner_section, f"{prefix}{name}.")
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:

@@ -90,11 +90,11 @@ def _step_texts(recipe: Recipe, parallel: ParallelConfig) -> dict[str, str]:
 
 def _epochs_text(recipe: Recipe, records: Mapping[str, int]) -> str:
     """Return how many epochs of the training data a run takes; in a mixture, those of each source."""
-    drawn = recipe.train.steps * recipe.train.prompts_per_step
+    num_drawn = recipe.train.steps * recipe.train.prompts_per_step
     if not recipe.mixture:
-        return f"{drawn / records['train']:.2f}"
-    total = sum(source.weight for source in recipe.sources)
-    shares = {source.name: drawn * source.weight / total for source in recipe.sources}
+        return f"{num_drawn / records['train']:.2f}"
+    total_weight = sum(source.weight for source in recipe.sources)
+    shares = {source.name: num_drawn * source.weight / total_weight for source in recipe.sources}
     return ", ".join(f"{name} {share / records[f'{name} train']:.2f}" for name, share in shares.items())
 
 
@@ -155,13 +155,14 @@ def print_plan(
 def _print_rank_orders(console: Console, reshard: dict[str, Any], orders: dict[str, Any]) -> None:
     """Print how much more other orders of the ranks receive than the recipe's order."""
     for name, order in orders.items():
-        from_node, from_other_nodes = (
+        bytes_from_node, bytes_from_other_nodes = (
             order["received_bytes"][link]["mean"] - reshard["received_bytes"][link]["mean"]
             for link in ("same_node", "other_node")
         )
         console.print(
-            f"with the rank order {name}: {size_text(from_node + from_other_nodes, '+')} received from other ranks, "
-            f"{size_text(from_other_nodes, '+')} of it from other nodes, {order['seconds'] * 1e3:.1f} ms"
+            f"with the rank order {name}: {size_text(bytes_from_node + bytes_from_other_nodes, '+')} received "
+            f"from other ranks, {size_text(bytes_from_other_nodes, '+')} of it from other nodes, "
+            f"{order['seconds'] * 1e3:.1f} ms"
         )
 
 

@@ -183,10 +183,10 @@ def print_token_account(account: TokenAccount) -> None:
         )
 
 
-def print_conversion(done: Conversion) -> None:
-    verified = ", verified" if done.is_verified else ""
-    untrained = f", {done.num_kept} untrained tensors copied" if done.num_kept else ""
+def print_conversion(conversion: Conversion) -> None:
+    verified = ", verified" if conversion.is_verified else ""
+    untrained = f", {conversion.num_kept} untrained tensors copied" if conversion.num_kept else ""
     print(
-        f"wrote {done.folder}: {done.num_tensors} tensors, {size_text(done.weight_bytes)} "
-        f"in {done.seconds:.1f} s{verified}{untrained}"
+        f"wrote {conversion.folder}: {conversion.num_tensors} tensors, {size_text(conversion.weight_bytes)} "
+        f"in {conversion.seconds:.1f} s{verified}{untrained}"
     )

@@ -102,18 +102,21 @@ def _histogram_lines(lengths: Sequence[int], unit: str) -> list[str]:
     if not lengths:
         return []
     # Equal bins from the shortest to the longest record.
-    ordered = sorted(lengths)
-    shortest, longest = ordered[0], ordered[-1]
-    # -(-a // b) rounds up, so that the last bin includes the largest length.
+    sorted_lengths = sorted(lengths)
+    shortest, longest = sorted_lengths[0], sorted_lengths[-1]
+    # Rounded up, so that the last bin includes the largest length.
     bin_width = max(1, divide_up(longest - shortest + 1, by=_BARS))
     counts = [0] * ((longest - shortest) // bin_width + 1)
-    for length in ordered:
+    for length in sorted_lengths:
         counts[(length - shortest) // bin_width] += 1
-    lengths_at = {f"{share:.0%}": ordered[round(share * (len(ordered) - 1))] for share in (0.5, 0.9, 0.99)}
+    lengths_at = {
+        f"{share:.0%}": sorted_lengths[round(share * (len(sorted_lengths) - 1))] for share in (0.5, 0.9, 0.99)
+    }
     quantiles = ", ".join(f"{name} at most {length}" for name, length in lengths_at.items())
-    lines = [f"{unit} of a record: {shortest} to {longest}, mean {sum(ordered) / len(ordered):.1f}; {quantiles}"]
-    for place, count in enumerate(counts):
+    mean_length = sum(sorted_lengths) / len(sorted_lengths)
+    lines = [f"{unit} of a record: {shortest} to {longest}, mean {mean_length:.1f}; {quantiles}"]
+    for bin_index, count in enumerate(counts):
         bar = "#" * divide_up(count * _BAR_WIDTH, by=max(counts))
-        start = shortest + place * bin_width
-        lines.append(f"  {start:>7} - {min(start + bin_width - 1, longest):<7} {count:>8} {bar}")
+        bin_start = shortest + bin_index * bin_width
+        lines.append(f"  {bin_start:>7} - {min(bin_start + bin_width - 1, longest):<7} {count:>8} {bar}")
     return lines

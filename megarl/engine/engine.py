@@ -82,7 +82,7 @@ class RolloutEngine:
         that vLLM refuses.
         """
         # Set the cache folder first: vLLM reads its environment variables once, while the engine is built.
-        compile_cache.use_own_folder()
+        compile_cache.use_folder_of_device()
         self._parts = list(build_parts(model_path, config, override, features or EngineFeatures()))
         for part in self._parts:
             part.prepare()

@@ -8,5 +8,5 @@ split across ranks. Layers are Transformer Engine's if installed, else Megatron'
 from megarl.platform import libraries, transformer_engine
 
 # Both before any import of Megatron-Core, which imports Transformer Engine and needs patches on a CPU.
-transformer_engine.require_sound()
+transformer_engine.require_importable()
 libraries.prepare_megatron()

@@ -66,16 +66,16 @@ def gpu_fault() -> str | None:
 def driver_fault(driver: str | None, cuda: int, supported: int | None) -> str | None:
     """Return why the driver version `driver` is too old for CUDA `cuda` (major version); None: new enough or unknown.
 
-    If known, `supported` decides, the major version of the loaded driver library: NVIDIA's compatibility package has a
-    newer one for an older kernel driver.
+    `supported` is the CUDA version of the loaded driver library (major version). If known, it decides, because
+    NVIDIA's compatibility package has a newer library for an older kernel driver.
     """
-    least = LEAST_DRIVERS.get(cuda)
-    if driver is None or least is None:
+    least_driver = LEAST_DRIVERS.get(cuda)
+    if driver is None or least_driver is None:
         return None
-    is_too_old = Version(driver) < Version(least) if supported is None else supported < cuda
+    is_too_old = Version(driver) < Version(least_driver) if supported is None else supported < cuda
     if not is_too_old:
         return None
-    return f"driver {driver} is too old: CUDA {cuda} of torch needs driver {least} or newer; update the driver"
+    return f"driver {driver} is too old: CUDA {cuda} of torch needs driver {least_driver} or newer; update the driver"
 
 
 def supported_cuda() -> int | None:

@@ -62,23 +62,23 @@ def follow_command(command: Sequence[str], *, captures_output: bool) -> tuple[in
     # A notebook replaces sys.stdout. Its cells do not show a child's output to the inherited file.
     is_inherited = not captures_output and sys.stdout is sys.__stdout__
     output = None if is_inherited else subprocess.PIPE
-    captured: deque[str] = deque(maxlen=None if captures_output else 0)
+    captured_lines: deque[str] = deque(maxlen=None if captures_output else 0)
     errors: deque[str] = deque(maxlen=_NUM_ERROR_LINES)
     with subprocess.Popen(command, stdout=output, stderr=subprocess.PIPE, text=True, errors="replace") as process:
         assert process.stderr is not None
-        reading = [_StreamReader(process.stderr, errors, sys.stderr)]
+        readers = [_StreamReader(process.stderr, errors, sys.stderr)]
         if process.stdout is not None:
-            reading.append(_StreamReader(process.stdout, captured, None if captures_output else sys.stdout))
-        for thread in reading:
+            readers.append(_StreamReader(process.stdout, captured_lines, None if captures_output else sys.stdout))
+        for thread in readers:
             thread.start()
         try:
             process.wait()
         except KeyboardInterrupt:
             process.wait()
             raise
-        for thread in reading:
+        for thread in readers:
             thread.join()
-    return process.returncode, "".join(captured), "".join(errors)
+    return process.returncode, "".join(captured_lines), "".join(errors)
 
 
 def run_in_foreground(command: Sequence[str]) -> int:

@@ -15,7 +15,7 @@ _NODE_LOCAL = Path("/tmp")
 """Parent of the cache folders, on the node's own disk. TMPDIR ends with the run, and nodes may share a home folder."""
 
 
-def use_own_folder() -> None:
+def use_folder_of_device() -> None:
     """Set VLLM_CACHE_ROOT to a folder of this GPU.
 
     Call it before an engine is built. Does nothing on a CPU. vLLM 0.30 names a cache folder by configuration and rank,

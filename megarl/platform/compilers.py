@@ -32,7 +32,7 @@ def extension_fault() -> str | None:
     if not (Path(headers) / "Python.h").is_file():
         return f"{headers} has no Python.h; install it: apt-get install {python}-dev, or dnf install {python}-devel"
     command = [compiler, "-shared", "-fPIC", f"-I{headers}", "-o"]
-    error = _compile_error(_EXTENSION, "extension.c", command, "extension.so")
+    error = _find_compile_error(_EXTENSION, "extension.c", command, "extension.so")
     if error is None:
         return None
     return (
@@ -59,20 +59,20 @@ def toolkit_fault(toolkit: Path) -> str | None:
     includes = [f"-I{headers / folder}" for folder in _CCCL]
     # Stop after the preprocessor (-E): it already checks the versions in the headers.
     command = [str(toolkit / "bin/nvcc"), "-std=c++17", "-arch=sm_90a", *includes, "-E", "-o"]
-    error = _compile_error(_KERNEL, "kernel.cu", command, os.devnull)
+    error = _find_compile_error(_KERNEL, "kernel.cu", command, os.devnull)
     return error and f"{toolkit} cannot compile FlashInfer's kernels ({error})"
 
 
-def _compile_error(source: str, name: str, command: list[str], output: str) -> str | None:
+def _find_compile_error(source: str, name: str, command: list[str], output: str) -> str | None:
     """Run a compiler. Returns the first line of its output with "error", else the last line; None: it succeeded."""
     with PrivateFolder() as folder:
         (folder / name).write_text(source)
         try:
-            done = run_command([*command, output, name], seconds=_SECONDS, folder=str(folder))
+            result = run_command([*command, output, name], seconds=_SECONDS, folder=str(folder))
         except OSError as error:
             return str(error)
-    if done.returncode == 0:
+    if result.returncode == 0:
         return None
-    lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-    named = next((line for line in lines if "error" in line), None)
-    return named or (lines[-1] if lines else f"exit code {done.returncode}")
+    lines = [line.strip() for line in (result.stderr or result.stdout).splitlines() if line.strip()]
+    error_line = next((line for line in lines if "error" in line), None)
+    return error_line or (lines[-1] if lines else f"exit code {result.returncode}")

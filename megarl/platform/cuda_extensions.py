@@ -71,7 +71,7 @@ def import_faults() -> dict[str, str]:
     if has_driver() and not runs_on_cpu():
         for package, modules in MODULES.items():
             if find_spec(package) is not None:
-                faults |= faults_of(modules)
+                faults |= import_faults_of(modules)
     return faults
 
 
@@ -81,21 +81,21 @@ def deep_ep_fault() -> str | None:
         return "this environment is one for CPUs"
     if find_spec(DEEP_EP) is None:
         return "it is not installed"
-    return faults_of((DEEP_EP,)).get(DEEP_EP) if has_driver() else None
+    return import_faults_of((DEEP_EP,)).get(DEEP_EP) if has_driver() else None
 
 
-def faults_of(modules: tuple[str, ...]) -> dict[str, str]:
+def import_faults_of(modules: tuple[str, ...]) -> dict[str, str]:
     """Import modules in a child process, one after the other. Returns, by module, why an import failed."""
     command = [sys.executable, "-c", _PROGRAM, *modules]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     transformer_engine.unset_empty_toolkits(environment)
     try:
-        done = run_command(command, seconds=_SECONDS, environment=environment)
+        result = run_command(command, seconds=_SECONDS, environment=environment)
     except TimeoutError:
         return {modules[0]: f"the import did not end within {_SECONDS:.0f} s"}
-    faults = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith('["'))
+    faults = dict(json.loads(line) for line in result.stdout.splitlines() if line.startswith('["'))
     # A module may crash the process. It is then the first one without a line, and later ones were not tried.
-    ended = next((name for name in modules if name not in faults), None)
-    if ended is not None:
-        faults[ended] = f"its process ended with {done.returncode}"
+    crashed_module = next((name for name in modules if name not in faults), None)
+    if crashed_module is not None:
+        faults[crashed_module] = f"its process ended with {result.returncode}"
     return {name: fault for name, fault in faults.items() if fault}

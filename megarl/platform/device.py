@@ -119,16 +119,19 @@ def cuda_toolkit() -> Path | None:
 
 def toolkit_notice() -> str | None:
     """Return a notice about missing files of the toolkit in CUDA_HOME or CUDA_PATH, or None."""
-    named = _named_toolkit()
-    if named is None:
+    named_toolkit = _named_toolkit()
+    if named_toolkit is None:
         return None
-    variable, folder = named
-    missing = _missing_files(folder)
-    if not missing:
+    variable, folder = named_toolkit
+    missing_files = _missing_files(folder)
+    if not missing_files:
         return None
     fallback = cuda_toolkit()
-    instead = "no other CUDA toolkit was found" if fallback is None else f"{fallback} is used instead"
-    return f"{variable} = {folder}: lacks {', '.join(missing)}, which FlashInfer needs to compile kernels; {instead}."
+    fallback_text = "no other CUDA toolkit was found" if fallback is None else f"{fallback} is used instead"
+    return (
+        f"{variable} = {folder}: lacks {', '.join(missing_files)}, which FlashInfer needs to compile kernels; "
+        f"{fallback_text}."
+    )
 
 
 def _toolkit_folders() -> Iterator[Path]:
@@ -166,7 +169,6 @@ def forkable_imports(*modules: str) -> tuple[str, ...]:
 
     On a CPU these are `modules`, and modules that vLLM imports only with a model.
     """
-    # With a GPU, an import may initialise state that does not survive a fork, above all CUDA.
     return (*modules, *_IMPORTED_WITH_MODELS) if _uses_cpu() else ()
 
 

@@ -108,8 +108,8 @@ def adapter_nodes(nodes: Mapping[int, Collection[int]], root: Path = SYS) -> dic
     """
     folders = (root / "class/infiniband").glob("*")
     # Sort by length first, so that mlx5_10 comes after mlx5_9.
-    ordered = sorted(folders, key=lambda folder: (len(folder.name), folder.name))
-    return {folder.name: _node_of(folder / "device", nodes) for folder in ordered}
+    sorted_folders = sorted(folders, key=lambda folder: (len(folder.name), folder.name))
+    return {folder.name: _node_of(folder / "device", nodes) for folder in sorted_folders}
 
 
 def _node_of(device: Path, nodes: Mapping[int, Collection[int]]) -> int | None:
@@ -127,14 +127,14 @@ def _node_of(device: Path, nodes: Mapping[int, Collection[int]]) -> int | None:
 
 def physical_cores(cores: Collection[int], root: Path = SYS) -> list[tuple[int, ...]]:
     """Group logical CPUs by physical core, so that a core's hardware threads stay together."""
-    groups: dict[int, list[int]] = {}
+    cpus_by_core: dict[int, list[int]] = {}
     for cpu in sorted(cores):
         siblings = root / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
         first_cpu = cpu
         with suppress(OSError, ValueError):
             first_cpu = min(parse_core_ranges(siblings.read_text()), default=cpu)
-        groups.setdefault(first_cpu, []).append(cpu)
-    return [tuple(group) for group in groups.values()]
+        cpus_by_core.setdefault(first_cpu, []).append(cpu)
+    return [tuple(group) for group in cpus_by_core.values()]
 
 
 def _rank_cpus(groups: Sequence[tuple[int, ...]], index: int, count: int) -> tuple[int, ...]:
@@ -142,29 +142,29 @@ def _rank_cpus(groups: Sequence[tuple[int, ...]], index: int, count: int) -> tup
 
     Ranks share a core only if there are too few cores.
     """
-    start = index * len(groups) // count
-    stop = max((index + 1) * len(groups) // count, start + 1)
-    return tuple(sorted(cpu for group in groups[start:stop] for cpu in group))
+    first_core = index * len(groups) // count
+    end_core = max((index + 1) * len(groups) // count, first_core + 1)
+    return tuple(sorted(cpu for group in groups[first_core:end_core] for cpu in group))
 
 
 def parse_core_ranges(text: str) -> list[int]:
     """Parse the kernel's lists of cores, such as 0-3,8. Raises ValueError for another format."""
     cores: list[int] = []
     for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        cores += range(int(first), int(last or first) + 1)
+        first_core, _, last_core = part.partition("-")
+        cores += range(int(first_core), int(last_core or first_core) + 1)
     return cores
 
 
 def core_ranges(cores: Collection[int]) -> str:
     """Return cores in the kernel's format, such as 0-3,8."""
-    runs: list[list[int]] = []
+    ranges: list[list[int]] = []
     for core in sorted(cores):
-        if runs and runs[-1][1] == core - 1:
-            runs[-1][1] = core
+        if ranges and ranges[-1][1] == core - 1:
+            ranges[-1][1] = core
         else:
-            runs.append([core, core])
-    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
+            ranges.append([core, core])
+    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in ranges)
 
 
 @cache

@@ -49,7 +49,7 @@ class TorchProfile:
             # No shapes or stacks: files would be several times larger, and steps several times slower.
             self._profile = torch.profiler.profile(activities=activities)
             self._profile.start()
-            spans.annotate_with(self._range)
+            spans.annotate_with(self._name_operations)
         if "memory" in self._kinds:
             torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS, stacks="python")
 
@@ -76,7 +76,7 @@ class TorchProfile:
         return names
 
     @contextmanager
-    def _range(self, name: str) -> Iterator[None]:
+    def _name_operations(self, name: str) -> Iterator[None]:
         """Context that names its operations in torch's profile and, on a GPU, in Nsight's."""
         import torch
 

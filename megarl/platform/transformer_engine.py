@@ -36,7 +36,7 @@ def unset_empty_toolkits(environment: MutableMapping[str, str]) -> None:
             del environment[name]
 
 
-def require_sound() -> None:
+def require_importable() -> None:
     """Import Transformer Engine if it is installed. Raises ConfigError, with a remedy, if the import fails."""
     if not is_installed():
         return

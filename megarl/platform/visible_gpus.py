@@ -52,10 +52,10 @@ def driver_version() -> str | None:
 
 def _run_nvidia_smi(query: list[str]) -> str:
     # With a time limit: nvidia-smi hangs on some broken GPUs.
-    done = run_command(query, seconds=20)
-    if done.returncode:
-        raise OSError(f"nvidia-smi ended with {done.returncode}")
-    return done.stdout
+    result = run_command(query, seconds=20)
+    if result.returncode:
+        raise OSError(f"nvidia-smi ended with {result.returncode}")
+    return result.stdout
 
 
 def _parse_gpu(line: str) -> Gpu:

@@ -65,7 +65,7 @@ def _download(
 ) -> None:
     """Download a model or data set from the Hub. Raises DataError with the `commands` to run elsewhere.
 
-    `only` and `without` are patterns of file names.
+    `only` and `without`: patterns of file names.
     """
     notify(f"downloading {name} ({field}) from the Hub")
     start_time = time.monotonic()

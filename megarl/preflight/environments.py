@@ -125,7 +125,6 @@ def _find_name_faults(recipe: Recipe, instance: object) -> Iterator[str]:
 
 
 def _refuse_made_problems(recipe: Recipe) -> None:
-    """Raise ConfigError if the data come from an environment that makes no problems."""
     for field, path in data_paths(recipe).items():
         if path.startswith(MADE) and takes_problems(recipe, field):
             raise ConfigError(f"{field} = {path}: this environment cannot generate problems; give a data file instead")

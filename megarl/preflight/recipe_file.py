@@ -35,7 +35,6 @@ class RecipeFile:
 
 
 def _find_field_faults(recipe: Recipe) -> list[str]:
-    """Return the errors found by the cheap checks of recipe fields."""
     messages: list[str] = []
     facts = {"is_start": False, "is_trained": True, "has_model": False}
     for source in recipe.sources:

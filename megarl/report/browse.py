@@ -14,7 +14,7 @@ from rich.text import Text
 from megarl.files.atomic import raise_storage_errors
 from megarl.report.evaluations import ANSWERS, is_evaluation
 from megarl.report.sample_text import make_visible
-from megarl.report.samples import extreme, read_records
+from megarl.report.samples import read_records, select_extreme
 from megarl.tracking.run_record import RunRecord
 from megarl.types import ConfigError
 
@@ -83,7 +83,7 @@ def select(files: Mapping[int, Path], selection: Selection) -> list[dict[str, An
         with raise_storage_errors(files[step]):
             records = [record for record in read_records(files[step], step) if _is_selected(record, selection)]
         if selection.order != "file":
-            records = extreme(records, len(records), sign=1 if selection.order == "worst" else -1)
+            records = select_extreme(records, len(records), sign=1 if selection.order == "worst" else -1)
         matches += records
         # A search over a long run may read gigabytes. A single step is always read completely.
         if len(matches) >= _MAX_MATCHES and len(steps) > 1:
@@ -105,6 +105,7 @@ def sample_text(record: Mapping[str, Any], search: str = "") -> Text:
 
 
 def _describe_sample(record: Mapping[str, Any]) -> str:
+    """Return a sample's heading in one line: step, set, reward, verdict, tokens, end. Missing facts are left out."""
     is_right = record.get("answer_correct")
     reward = record.get("reward")
     step_text = "" if record["step"] == _EVALUATION else f"step {record['step']}, "
@@ -165,7 +166,6 @@ def _is_selected(record: Mapping[str, Any], selection: Selection) -> bool:
 
 
 def _refuse_step(path: Path, files: Mapping[int, Path], step: int) -> None:
-    """Raise ConfigError if a step has no samples, naming the nearest step with samples."""
     if step not in files:
         nearest_step = min(files, key=lambda number: abs(number - step))
         raise ConfigError(
@@ -200,6 +200,7 @@ class _Browser:
         self._position = 0
 
     def run(self, ask: Callable[[str], str]) -> None:
+        """Show the first sample, then execute the user's commands until one quits."""
         self._console.print(HELP, style="dim")
         self._show_sample()
         while True:
@@ -251,7 +252,6 @@ class _Browser:
         self._show_sample()
 
     def _show_selection(self, selection: Selection) -> None:
-        """Show the first sample of a new selection. If nothing matches, say so and keep the old selection."""
         records = select(self._files, selection)
         if not records:
             self._console.print("no sample matches; the previous selection stays", style="dim")

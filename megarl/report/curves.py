@@ -170,7 +170,7 @@ def series(rows: Rows, most_points: int) -> dict[str, Any]:
     curves_by_metric = {}
     for name in metric_names(rows):
         values = [row.get(name, math.nan) for _, row in rows]
-        curves_by_metric[name] = _curve(bins, values, with_range=name in with_range)
+        curves_by_metric[name] = _make_curve(bins, values, with_range=name in with_range)
     return {
         "x": [part[-1] for part in bins.parts(steps)],
         "seconds": [round_for_page(part[-1]) for part in bins.parts(elapsed)],
@@ -179,7 +179,7 @@ def series(rows: Rows, most_points: int) -> dict[str, Any]:
     }
 
 
-def over_seeds(runs: Sequence[Rows], most_points: int) -> dict[str, Any]:
+def average_over_seeds(runs: Sequence[Rows], most_points: int) -> dict[str, Any]:
     """Return the mean curves of runs that differ only in their seed, in the form of `series`.
 
     Each point is the mean over the runs with this step. `low` and `high` are one standard deviation below and above.
@@ -201,7 +201,7 @@ def over_seeds(runs: Sequence[Rows], most_points: int) -> dict[str, Any]:
     for name, curve in mean_series["of"].items():
         for bound, sign in (("low", -1), ("high", 1)):
             edges = [_band_edge(by_step[step].get(name), sign) for step in steps]
-            curve[bound] = _curve(bins, edges, with_range=False)["y"]
+            curve[bound] = _make_curve(bins, edges, with_range=False)["y"]
     final_values = {name: [row[name] for row in last_values if name in row] for name in mean_series["of"]}
     final_moments = {
         name: (*_mean_and_deviation(values), len(values)) for name, values in final_values.items() if values
@@ -276,7 +276,7 @@ def phase_times(rows: Rows) -> dict[str, Any]:
     }
 
 
-def fault_counts(rows: Rows) -> list[dict[str, Any]]:
+def list_fault_counts(rows: Rows) -> list[dict[str, Any]]:
     """Return the non-zero error counts: sum, number of steps with errors, first and last step."""
     counts = []
     for name in metric_names(rows):
@@ -314,20 +314,20 @@ def round_for_page(value: float) -> float | int | None:
     return int(short) if short.is_integer() and abs(short) < 1e15 else short
 
 
-def _curve(bins: Bins, values: Sequence[float], *, with_range: bool) -> dict[str, Any]:
+def _make_curve(bins: Bins, values: Sequence[float], *, with_range: bool) -> dict[str, Any]:
     """Return a metric's curve in the form of `series`. `with_range` adds the extremes of each bin."""
     values_by_bin = [[value for value in part if not math.isnan(value)] for part in bins.parts(values)]
-    filled = [index for index, bin_values in enumerate(values_by_bin) if bin_values]
+    filled_bins = [index for index, bin_values in enumerate(values_by_bin) if bin_values]
     # Evaluations are only every few steps, so a list of bins is shorter than many nulls.
-    is_sparse = len(filled) < len(values_by_bin) / 2
-    bins_on_page = [values_by_bin[index] for index in filled] if is_sparse else values_by_bin
-    curve: dict[str, Any] = {"i": filled} if is_sparse else {}
+    is_sparse = len(filled_bins) < len(values_by_bin) / 2
+    bins_on_page = [values_by_bin[index] for index in filled_bins] if is_sparse else values_by_bin
+    curve: dict[str, Any] = {"i": filled_bins} if is_sparse else {}
     curve["y"] = [round_for_page(sum(numbers) / len(numbers)) if numbers else None for numbers in bins_on_page]
     if with_range:
         curve["low"] = [round_for_page(min(numbers)) if numbers else None for numbers in bins_on_page]
         curve["high"] = [round_for_page(max(numbers)) if numbers else None for numbers in bins_on_page]
     # A metric logged but never finite gets an empty curve, so that it is not overlooked.
-    if any(map(math.isnan, values)) and not filled:
+    if any(map(math.isnan, values)) and not filled_bins:
         curve["y"] = []
     return curve
 

@@ -126,7 +126,7 @@ def _make_metadata(run: RunRecord, model: Path, results: Sequence[Result], name:
     """Return the card's YAML header for the Hugging Face Hub."""
     from huggingface_hub import ModelCardData
 
-    base_model, inherited = _base_model(run)
+    base_model, inherited_metadata = _find_base_model(run)
     sources = {field: hub_data_set(source) for field, source in _data_sources(run.config).items()}
     training_sets = dict.fromkeys(
         data_set for field, data_set in sources.items() if data_set and ".validation" not in field
@@ -140,11 +140,11 @@ def _make_metadata(run: RunRecord, model: Path, results: Sequence[Result], name:
         tags=[str(tag).replace("_", "-") for tag in tags if tag],
         model_name=name if results else None,
         eval_results=[_eval_result(result, sources) for result in results] or None,
-        **inherited,
+        **inherited_metadata,
     )
 
 
-def _base_model(run: RunRecord) -> tuple[str | None, dict[str, Any]]:
+def _find_base_model(run: RunRecord) -> tuple[str | None, dict[str, Any]]:
     """Return the base model's name on the Hub (None: unknown), and the metadata of its card."""
     from huggingface_hub import ModelCard
 
@@ -155,14 +155,14 @@ def _base_model(run: RunRecord) -> tuple[str | None, dict[str, Any]]:
         base_metadata = ModelCard.load(folder / CARD, ignore_metadata_errors=True).data.to_dict()
     except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError):
         base_metadata = {}
-    inherited = {name: base_metadata[name] for name in _INHERITED if base_metadata.get(name)}
+    inherited_metadata = {name: base_metadata[name] for name in _INHERITED if base_metadata.get(name)}
     if not Path(path).exists():
-        return path if is_hub_name(path) and folder.is_dir() else None, inherited
+        return path if is_hub_name(path) and folder.is_dir() else None, inherited_metadata
     # An earlier run's model has no name on the Hub, so name its own base model.
     base_of_earlier_run = base_metadata.get("base_model")
     if "megarl" in (base_metadata.get("tags") or ()) and isinstance(base_of_earlier_run, str):
-        return base_of_earlier_run, inherited
-    return _recognise_published(folder), inherited
+        return base_of_earlier_run, inherited_metadata
+    return _recognise_published(folder), inherited_metadata
 
 
 def _recognise_published(folder: Path) -> str | None:
@@ -227,7 +227,6 @@ def _card_text(
 
 
 def _usage_code(path_or_hub_name: str, *, is_classifier: bool) -> str:
-    """Return the code that loads the model by its name on the Hub or its folder."""
     model_class = "AutoModelForSequenceClassification" if is_classifier else "AutoModelForCausalLM"
     code = (
         f"from transformers import {model_class}, AutoTokenizer\n\n"

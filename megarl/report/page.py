@@ -96,7 +96,7 @@ def render_evaluations(evaluations: Sequence[RecordedEvaluation]) -> bytes:
     """Return the HTML page about these evaluations. The first is compared with each later one."""
     labels = distinct_labels(evaluations)
     configs = [
-        [[shortened_text(name, 120), _value(evaluation.config, name)] for name in evaluation.config]
+        [[shortened_text(name, 120), _field_text(evaluation.config, name)] for name in evaluation.config]
         for evaluation in evaluations
     ]
     # The page's script shows only recipes of runs, so pass each evaluation as a run.
@@ -151,7 +151,7 @@ def _seed_groups(
         {
             "label": _seeds_label({labels[position]: runs[position].config["seed"] for position in positions}),
             "runs": positions,
-            "series": curves.over_seeds([all_rows[position] for position in positions], points),
+            "series": curves.average_over_seeds([all_rows[position] for position in positions], points),
         }
         for positions in groups.values()
         if len({runs[position].config["seed"] for position in positions}) > 1
@@ -168,7 +168,7 @@ def _seeds_label(seeds: Mapping[str, Any]) -> str:
 def config_differences(runs: Sequence[RunRecord] | Sequence[RecordedEvaluation]) -> list[dict[str, Any]]:
     """Return the recipe fields that differ between these runs. None: the recipe lacks the field."""
     fields = dict.fromkeys(name for run in runs for name in run.config)
-    rows = [{"field": name, "values": [_value(run.config, name) for run in runs]} for name in fields]
+    rows = [{"field": name, "values": [_field_text(run.config, name) for run in runs]} for name in fields]
     return [row for row in rows if row["field"] not in _NOT_SAME and len(set(row["values"])) > 1]
 
 
@@ -211,13 +211,13 @@ def _run_json(run: RunRecord, label: str, rows: curves.Rows, points: int) -> dic
         "notes": run.notes,
         "series": curves.series(rows, points),
         "phases": curves.phase_times(rows),
-        "faults": curves.fault_counts(rows),
+        "faults": curves.list_fault_counts(rows),
         "not_finite": curves.not_finite(rows),
         "attempts": [_start_json(run, number) for number in range(len(run.starts))],
         "checkpoints": [folder.name for folder in reversed(run.checkpoints)],
         "damaged": [folder.name for folder in run.damaged],
         "earlier": list(run.moved_aside),
-        "config": [[shortened_text(name, 120), _value(run.config, name)] for name in run.config],
+        "config": [[shortened_text(name, 120), _field_text(run.config, name)] for name in run.config],
         "samples": samples.summarise_samples(run),
         "replays": replay_contents(run.path),
     }
@@ -238,7 +238,7 @@ def _start_json(run: RunRecord, start_index: int) -> dict[str, Any]:
         for name in ("started", "ended", "state", "cause", "exit_code", "rank", "step", "resumed_step", "command")
         if start_facts.get(name) is not None
     }
-    changes = _changes(run.starts[start_index - 1], start) if start_index else []
+    changes = _list_recipe_changes(run.starts[start_index - 1], start) if start_index else []
     return {
         "number": start.number, **facts, "environment": environment, "changes": changes,
         "stacks": [shortened_text(name, 120) for name in start.stacks],
@@ -250,14 +250,14 @@ def _start_json(run: RunRecord, start_index: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _changes(before: StartRecord, after: StartRecord) -> list[list[str | None]]:
+def _list_recipe_changes(before: StartRecord, after: StartRecord) -> list[list[str | None]]:
     # If one recipe is missing, all fields would look changed.
     names = dict.fromkeys([*before.config, *after.config]) if before.config and after.config else {}
-    rows = [[name, _value(before.config, name), _value(after.config, name)] for name in names]
+    rows = [[name, _field_text(before.config, name), _field_text(after.config, name)] for name in names]
     return [row for row in rows if row[1] != row[2]]
 
 
-def _value(config: Mapping[str, Any], name: str) -> str | None:
+def _field_text(config: Mapping[str, Any], name: str) -> str | None:
     if name not in config:
         return None
     value = config[name]

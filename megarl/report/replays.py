@@ -55,14 +55,14 @@ def replay_contents(run: Path) -> list[dict[str, Any]]:
     contents = []
     for file in sorted((run / REPLAYS).glob("step_*.json"), reverse=True)[:_MOST]:
         try:
-            contents.append(_content(loads(file.read_bytes(), MEDIUM)))
+            contents.append(_format_replay(loads(file.read_bytes(), MEDIUM)))
         # Anybody may have written the file, so also reject infinite numbers and deep nesting.
         except (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
             continue
     return contents
 
 
-def _content(recorded: Mapping[str, Any]) -> dict[str, Any]:
+def _format_replay(recorded: Mapping[str, Any]) -> dict[str, Any]:
     """Return the texts of one replay. Raises an error if the file has another structure."""
     samples = recorded["samples"][:_MOST_SAMPLES]
     omission = (

@@ -56,7 +56,9 @@ def compact(record: Mapping[str, Any]) -> dict[str, Any]:
     names = ("set", "source", "reward_failure", "finish_reason")
     texts = {name: shortened_text(str(record[name]), _MESSAGE) for name in names if record.get(name) is not None}
     max_prompt_characters = _TEXT_OF_PROMPT // max(1, min(len(as_list(record.get("prompt"))), 2 * _TURNS_OF_END))
-    prompt = _messages(record.get("prompt"), ends=_TURNS_OF_END, max_characters=min(_MESSAGE, max_prompt_characters))
+    prompt = _format_messages(
+        record.get("prompt"), ends=_TURNS_OF_END, max_characters=min(_MESSAGE, max_prompt_characters)
+    )
     numbers = {
         name: short_number(record[name])
         for name in ("step", "line", "reward", "tokens")
@@ -66,7 +68,7 @@ def compact(record: Mapping[str, Any]) -> dict[str, Any]:
     content: dict[str, Any] = {**texts, **numbers, **flags, "prompt": prompt}
     if record.get("answer") not in (None, ""):
         content["answer"] = shortened_text(as_text(record["answer"]), _MESSAGE)
-    if turns := _turns(record):
+    if turns := _format_turns(record):
         content["turns"] = turns
     else:
         content["completion"] = shortened_text(as_text(record.get("completion", "")), _TEXT)
@@ -85,7 +87,7 @@ def token_columns(columns: Mapping[str, Any]) -> dict[str, list[Any]]:
     return arrays
 
 
-def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _format_turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return an attempt's turns with their numbers: all, or the first and last turns."""
     numbered_turns = [
         (number, turn) for number, turn in enumerate(as_list(record.get("turns")), 1) if isinstance(turn, Mapping)
@@ -99,7 +101,7 @@ def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
             "number": number,
             "completion": shortened_text(as_text(turn.get("completion", "")), min(_TEXT, max_characters)),
             **({"reward": short_number(turn["reward"])} if is_finite_number(turn.get("reward")) else {}),
-            "observation": _messages(
+            "observation": _format_messages(
                 turn.get("observation"), ends=_MESSAGES_OF_END, max_characters=min(_MESSAGE, max_characters)
             ),
         }
@@ -107,7 +109,7 @@ def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _messages(value: Any, *, ends: int, max_characters: int) -> list[dict[str, str]]:
+def _format_messages(value: Any, *, ends: int, max_characters: int) -> list[dict[str, str]]:
     """Return messages as roles and texts. Tool calls and other fields become JSON.
 
     Of more than 2 * `ends` messages, a note with the number of omitted ones replaces the middle.
@@ -115,17 +117,17 @@ def _messages(value: Any, *, ends: int, max_characters: int) -> list[dict[str, s
     messages = as_list(value) if not isinstance(value, Mapping | str) else [value]
     num_omitted = len(messages) - 2 * ends
     if num_omitted <= 0:
-        return [_message(message, max_characters) for message in messages]
+        return [_format_message(message, max_characters) for message in messages]
     omission = {"role": "", "text": f"[... {num_omitted} messages left out ...]"}
     first_messages, last_messages = messages[:ends], messages[-ends:]
     return [
-        *(_message(message, max_characters) for message in first_messages),
+        *(_format_message(message, max_characters) for message in first_messages),
         omission,
-        *(_message(message, max_characters) for message in last_messages),
+        *(_format_message(message, max_characters) for message in last_messages),
     ]
 
 
-def _message(message: Any, max_characters: int) -> dict[str, str]:
+def _format_message(message: Any, max_characters: int) -> dict[str, str]:
     if not isinstance(message, Mapping):
         return {"role": "", "text": shortened_text(as_text(message), max_characters)}
     other_fields = {name: item for name, item in message.items() if name not in ("role", "content") and item}

@@ -140,11 +140,12 @@ def histograms(by_step: Sequence[tuple[int, Sequence[Mapping[str, Any]]]], name:
     width = (high - low) / bins
     counts = []
     for _, numbers in numbers_by_step:
-        row = [0] * bins
+        bin_counts = [0] * bins
         for number in numbers:
-            row[min(bins - 1, int((number - low) / width))] += 1
-        counts.append(row)
-    return {"edges": [low + width * number for number in range(bins + 1)], "steps": steps, "counts": counts}
+            # The largest number lies on the last edge, so it goes into the last bin.
+            bin_counts[min(bins - 1, int((number - low) / width))] += 1
+        counts.append(bin_counts)
+    return {"edges": [low + width * edge for edge in range(bins + 1)], "steps": steps, "counts": counts}
 
 
 def _newest_first(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -159,6 +160,7 @@ class _LowestKeys:
         self._records: list[tuple[tuple[float, ...], dict[str, Any]]] = []
 
     def add(self, key: tuple[float, ...], record: Mapping[str, Any]) -> None:
+        """Add a record, unless enough records have lower keys."""
         # Retain only a few records, because a step's file may have thousands of long ones.
         if len(self._records) < self._capacity or (self._records and key < self._records[-1][0]):
             insort(self._records, (key, dict(record)), key=lambda item: item[0])
@@ -202,6 +204,7 @@ class _MultiTurnExtremes:
         self._high, self._low = _LowestKeys(_NUM_TURNS // 2), _LowestKeys(_NUM_TURNS // 2)
 
     def add(self, record: Mapping[str, Any]) -> None:
+        # One turn is a plain sample, which is shown elsewhere.
         if len(as_list(record.get("turns"))) < 2:
             return
         self._high.add((-_reward(record), record["line"]), record)
@@ -213,7 +216,7 @@ class _MultiTurnExtremes:
         return list(by_line.values())
 
 
-def extreme(records: Iterable[Mapping[str, Any]], count: int, *, sign: int) -> list[dict[str, Any]]:
+def select_extreme(records: Iterable[Mapping[str, Any]], count: int, *, sign: int) -> list[dict[str, Any]]:
     """Return the records with the lowest (`sign` 1) or highest (-1) rewards. Among equal rewards, problems differ."""
     collector = _Extreme(count, sign=sign)
     for record in records:

@@ -94,7 +94,7 @@ def dashboard(run: WatchedRun, console: Console, *, most_lines: int | None = Non
     """Return a run's dashboard. Its last parts are left out if it exceeds `most_lines`."""
     parts: list[RenderableType] = []
     lines_left = math.inf if most_lines is None else most_lines
-    for part in _parts(run, console):
+    for part in _make_parts(run, console):
         lines_left -= len(console.render_lines(part, pad=False))
         if lines_left < 0:
             break
@@ -102,7 +102,7 @@ def dashboard(run: WatchedRun, console: Console, *, most_lines: int | None = Non
     return Group(*parts)
 
 
-def _parts(run: WatchedRun, console: Console) -> Iterator[RenderableType]:
+def _make_parts(run: WatchedRun, console: Console) -> Iterator[RenderableType]:
     """Yield the parts of the dashboard, the most important first."""
     yield _make_heading(run)
     if run.steps:
@@ -115,15 +115,15 @@ def _parts(run: WatchedRun, console: Console) -> Iterator[RenderableType]:
     for text in _warnings(run):
         yield Text(f"warning: {printable(text)}", style="yellow")
     if run.rows:
-        yield _metrics(run, console)
+        yield _make_metric_table(run, console)
     else:
         yield Text("no step is logged yet", style="dim")
     if seconds := run.phase_seconds():
         yield Rule("seconds a step by phase", style="dim", align="left")
-        yield _phases(seconds, console)
+        yield _make_phase_table(seconds, console)
     for sample in reversed(run.samples):
-        yield Rule(Text(printable(_facts(sample))), style="dim", align="left")
-        yield _sample(sample)
+        yield Rule(Text(printable(_describe_sample(sample))), style="dim", align="left")
+        yield _shorten_sample(sample)
 
 
 def _make_heading(run: WatchedRun) -> Text:
@@ -153,7 +153,7 @@ def _warnings(run: WatchedRun) -> list[str]:
     return [*([f"{num_hidden} earlier ones in logs/latest/notices.jsonl"] if num_hidden else []), *shown]
 
 
-def _metrics(run: WatchedRun, console: Console) -> Table:
+def _make_metric_table(run: WatchedRun, console: Console) -> Table:
     """Return a table of metrics: name, newest value, graph, the graph's smallest and largest value.
 
     A newest value that is not finite is shown as such; the graph leaves it out.
@@ -176,7 +176,7 @@ def _metrics(run: WatchedRun, console: Console) -> Table:
     return table
 
 
-def _phases(seconds: Mapping[str, float], console: Console) -> Table:
+def _make_phase_table(seconds: Mapping[str, float], console: Console) -> Table:
     """Return a table of phases: name, seconds per step, share of the step, and the share as a bar."""
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     for justify in ("left", "right", "right", "left"):
@@ -189,13 +189,13 @@ def _phases(seconds: Mapping[str, float], console: Console) -> Table:
     return table
 
 
-def _facts(sample: Mapping[str, Any]) -> str:
+def _describe_sample(sample: Mapping[str, Any]) -> str:
     reward = sample.get("reward")
     reward_text = f"reward {reward:.4g}" if isinstance(reward, int | float) else "not scored"
     return f"sample of step {sample['step']}, {sample.get('set', 'train')}, {reward_text}"
 
 
-def _sample(sample: Mapping[str, Any]) -> Text:
+def _shorten_sample(sample: Mapping[str, Any]) -> Text:
     """Return a sample's last prompt message and its completion, or its first and last turn, shortened."""
     text = Text()
     prompt = sample.get("prompt")

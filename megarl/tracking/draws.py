@@ -83,7 +83,7 @@ class DrawEvents:
 
 
 def rewind(file: Path, num_events: int) -> int:
-    """Cut the ledger to its first `num_events` events. Return the number of missing events. Raises OSError."""
+    """Cut the ledger to its first `num_events` events. Return how many of them it lacks. Raises OSError."""
     if not file.exists():
         return num_events
     num_found = 0
@@ -218,9 +218,9 @@ class _LedgerCheck:
         skipped_position = position - self._skipped.pop(source, 0)
         while skipped_position < position:
             epoch_end = (skipped_position // size + 1) * size
-            end = min(position, epoch_end)
-            _find_epoch(self._epochs, source, skipped_position, size).skipped += end - skipped_position
-            skipped_position = end
+            next_position = min(position, epoch_end)
+            _find_epoch(self._epochs, source, skipped_position, size).skipped += next_position - skipped_position
+            skipped_position = next_position
         epoch = _find_epoch(self._epochs, source, position, size)
         epoch.draws[index] += 1
         epoch.is_complete = (position + 1) % size == 0
@@ -236,12 +236,12 @@ class _LedgerCheck:
         for epoch in epochs:
             # An epoch is complete, too, if the next one has begun.
             epoch.is_complete = epoch.is_complete or (epoch.source, epoch.number + 1) in self._epochs
-            place = f"epoch {epoch.number} of {epoch.source}"
+            epoch_text = f"epoch {epoch.number} of {epoch.source}"
             if epoch.missing:
-                self.faults.append(f"{place}: {epoch.missing} prompts were never drawn")
+                self.faults.append(f"{epoch_text}: {epoch.missing} prompts were never drawn")
             if epoch.repeated_prompts:
                 prompts = ", ".join(map(str, epoch.repeated_prompts[:8]))
-                self.faults.append(f"{place}: drawn more than once: {prompts}")
+                self.faults.append(f"{epoch_text}: drawn more than once: {prompts}")
         num_open = sum(epoch.num_open for epoch in epochs)
         if num_open != last_line.num_open:
             self.faults.append(

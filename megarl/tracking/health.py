@@ -251,7 +251,7 @@ class Health:
                 self._series[name].append((step, value))
         broken_rules: list[BrokenRule] = []
         for rule in RULES:
-            # Check a rule only if this step has its metrics.
+            # Check a rule only if this step has its metrics, and once per run.
             if not rule.is_due_after(metrics) or not self.takes(rule.name):
                 continue
             if (evidence := rule.check(self._series, self.config)) is not None:

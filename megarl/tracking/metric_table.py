@@ -58,6 +58,7 @@ def find_row(name: str) -> Row | None:
     In mixtures and evaluations, the name follows a prefix `environment/SOURCE/` or `val/SET/`. A row with `OWN` in its
     name stands for all metrics that a user's code names.
     """
+    # Several rows may match, for example one with a placeholder. The least general one describes the metric.
     matching_rows = [row for row in rows() if row.pattern.fullmatch(name)]
     most_specific = min(matching_rows, key=_generality, default=None)
     group, _, name_in_group = name.partition("/")

@@ -61,13 +61,13 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     merged: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():
-            merged_before = merged.get(name)
-            if merged_before is not None and type(merged_before) is not type(metric):
+            earlier_metric = merged.get(name)
+            if earlier_metric is not None and type(earlier_metric) is not type(metric):
                 raise TypeError(
-                    f"the metric {name} is a {type(merged_before).__name__} from one rank or microbatch and a "
+                    f"the metric {name} is a {type(earlier_metric).__name__} from one rank or microbatch and a "
                     f"{type(metric).__name__} from another"
                 )
-            merged[name] = metric if merged_before is None else merged_before.merge_with(metric)
+            merged[name] = metric if earlier_metric is None else earlier_metric.merge_with(metric)
     return merged
 
 

@@ -151,7 +151,7 @@ class RunFolder:
                 append_whole(self.metrics_file, json.dumps(self.resumed_line.as_json()).encode() + b"\n")
             self.resumed_step = step or 0
             self._status.facts["step"] = self.resumed_step
-            if step is not None and (findings := _findings(self.earlier.status)):
+            if step is not None and (findings := _read_broken_rules(self.earlier.status)):
                 self._status.facts["health"] = findings
             # A start must not use faulty nodes, even without a checkpoint.
             if self._status_to_count and (nodes := self.earlier.bad_nodes):
@@ -164,7 +164,7 @@ class RunFolder:
         return num_unreadable
 
     def end_attempt(self, error: BaseException) -> None:
-        """Record in attempt.json that an error ended this start. The same process may then `begin` another one."""
+        """Record in attempt.json that an error ended this start. The same process may then `begin` another start."""
         self._attempt |= {"ended": _now(), **self._status.facts, "cause": f"{type(error).__name__}: {error}"}
         self.describe({})
         self.earlier = RunRecord.read(self.path)
@@ -262,21 +262,21 @@ class RunFolder:
     def _move_aside(self) -> None:
         """Move the folder's contents into a new subfolder of `earlier/`."""
         # Leave the lock in place: if it were moved, another process could lock the name.
-        moved = [path for path in self.path.iterdir() if path.name not in (HOME, "earlier")]
-        if not moved:
+        moved_paths = [path for path in self.path.iterdir() if path.name not in (HOME, "earlier")]
+        if not moved_paths:
             return
         target = _find_free_path(self.path / "earlier" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
         target.mkdir(parents=True)
-        for path in moved:
+        for path in moved_paths:
             path.rename(target / path.name)
 
     def _remove_after(self, step: int | None) -> int:
         """Remove metrics, samples and records of steps after `step`. Return the number of unreadable metric lines."""
         last_step = -1 if step is None else step
-        steps = _forget_lines(self.metrics_file, last_step)
+        steps = _remove_later_lines(self.metrics_file, last_step)
         num_unreadable = steps.count(None)
-        _forget_lines(self.versions_file, last_step)
-        _forget_lines(self.draws_file, last_step)
+        _remove_later_lines(self.versions_file, last_step)
+        _remove_later_lines(self.draws_file, last_step)
         for path in (*self.samples_folder.glob("step_*.jsonl"), *self.tokens_folder.glob("step_*.jsonl")):
             if (match := re.fullmatch(r"step_(\d+)", path.stem)) and int(match[1]) > last_step:
                 path.unlink()
@@ -346,7 +346,7 @@ def run_path(recipe: Recipe) -> Path:
     return Path(recipe.runs_folder) / recipe.name
 
 
-def _findings(status: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _read_broken_rules(status: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the broken health rules in an earlier status.json. Empty: none, or the file was edited by hand."""
     findings = status.get("health")
     if not isinstance(findings, list):
@@ -378,7 +378,7 @@ def _find_free_path(path: Path) -> Path:
     return free_path
 
 
-def _forget_lines(file: Path, last_step: int) -> list[float | None]:
+def _remove_later_lines(file: Path, last_step: int) -> list[float | None]:
     """Remove unreadable lines, and lines of steps after `last_step`, from a JSON Lines file.
 
     Returns the steps of all lines; None: unreadable. A missing file has no lines.
@@ -387,14 +387,14 @@ def _forget_lines(file: Path, last_step: int) -> list[float | None]:
         return []
     # A kill may leave half a line at the end. It is expected, so do not count it.
     *lines, cut_short = file.read_bytes().split(b"\n")
-    steps = [_step(line) for line in lines]
+    steps = [_read_step_number(line) for line in lines]
     retained_lines = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= last_step]
     if len(retained_lines) < len(lines) or cut_short:
         replace_bytes(file, b"".join(line + b"\n" for line in retained_lines))
     return steps
 
 
-def _step(line: bytes) -> float | None:
+def _read_step_number(line: bytes) -> float | None:
     """Return the step of a line of metrics.jsonl. None: the line is unreadable."""
     try:
         return float(loads(line, None)["step"])

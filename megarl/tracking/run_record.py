@@ -394,10 +394,10 @@ def whole_number(value: Any) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
-def _list_folders(home: Path) -> list[Path]:
+def _list_folders(folder: Path) -> list[Path]:
     """Return the folders inside a folder. Raises OSError if it is unreadable: Path.glob would return nothing."""
     try:
-        with os.scandir(home) as entries:
-            return [home / entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        with os.scandir(folder) as entries:
+            return [folder / entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
     except FileNotFoundError:
         return []

@@ -28,12 +28,12 @@ class Spike(NamedTuple):
 
     def __str__(self) -> str:
         measures = [("gradient norm", self.grad_norm, self.limits.grad_norm), ("loss", self.loss, self.limits.loss)]
-        exceeded = [
+        exceeded_limits = [
             f"{name} {value:.4g} (limit {limit:.4g})"
             for name, value, limit in measures
             if value is not None and limit is not None and value > limit
         ]
-        return " and ".join(exceeded)
+        return " and ".join(exceeded_limits)
 
 
 def is_memory(saved: Any) -> bool:

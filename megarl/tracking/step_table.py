@@ -62,7 +62,7 @@ class StepTable:
         line_start = f"step {step}" + (f"/{self.steps}" if self.steps else "")
         # If the number of steps is unknown, leave space for six digits.
         line_start = line_start.ljust(len(f"step {self.steps}/{self.steps}") if self.steps else len("step 123456"))
-        values = _values(row)
+        values = _values_by_label(row)
         results = [f"{name}={short_number(row[name])}" for name in heldout_metrics([row])]
         if step == self._last_step:
             return _wrap(results, " " * (len(line_start) + 2), max_characters)
@@ -94,7 +94,7 @@ class StepTable:
         return widths | time_columns
 
 
-def _values(row: Mapping[str, float]) -> dict[str, float]:
+def _values_by_label(row: Mapping[str, float]) -> dict[str, float]:
     """Return the value of each column by label. With a reward, the loss is left out."""
     values = {}
     for column in _COLUMNS:
@@ -121,18 +121,18 @@ def short_number(value: float) -> str:
 
     Only numbers beyond 1e15 or below 1e-99 need more.
     """
-    size = abs(value)
-    if not math.isfinite(value) or size == 0:
+    magnitude = abs(value)
+    if not math.isfinite(value) or magnitude == 0:
         return f"{value:.0f}"
-    if size < 0.001:
+    if magnitude < 0.001:
         mantissa, _, exponent = f"{value:.1e}".partition("e")
         return f"{mantissa}e{int(exponent)}"
     # At these limits, rounding would add a digit: 999.95 would become 1000.0.
     for limit, digits in ((0.1, 4), (9.9995, 3), (99.995, 2), (999.95, 1)):
-        if size < limit:
+        if magnitude < limit:
             return f"{value:.{digits}f}"
     for power, suffix in enumerate("kMGT", start=1):
-        if size < 999.5 * 1000**power:
+        if magnitude < 999.5 * 1000**power:
             # "#" keeps trailing zeros, and the dot after three digits.
             return f"{value / 1000**power:#.3g}".rstrip(".") + suffix
     return f"{value:.1e}"

@@ -8,5 +8,5 @@ gradient does not depend on the split of the batch.
 from megarl.platform import libraries, transformer_engine
 
 # Both before any import of Megatron-Core, which imports Transformer Engine and needs patches on a CPU.
-transformer_engine.require_sound()
+transformer_engine.require_importable()
 libraries.prepare_megatron()

@@ -115,7 +115,7 @@ class Teachers(TrainerPart):
         """Return a function that returns the current `rows` of a teacher's output layer, [rows, hidden]."""
         recipe = self._recipe
         if (folder := recipe.teachers.get(name)) is not None:
-            head = safetensors.head_rows(folder, rows, override=recipe.override_of(folder)).to(policy.dtype)
+            head = safetensors.read_head_rows(folder, rows, override=recipe.override_of(folder)).to(policy.dtype)
             return lambda: head
         # A reference with its own weights may have moved. LoRA adapts no head, so otherwise use the policy's.
         scoring_models = self._state.parts["scoring_models"].built_models()

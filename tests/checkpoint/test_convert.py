@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from megarl.checkpoint import convert
 from megarl.checkpoint.convert import to_hf, to_megatron
-from megarl.checkpoint.safetensors import check_folder, head_rows
-from megarl.checkpoint.weight_checksums import stored_checksums
+from megarl.checkpoint.safetensors import check_folder, read_head_rows
+from megarl.checkpoint.weight_checksums import read_stored_checksums
 from megarl.families.model_tensors import hf_tensors
 from megarl.families.parts import Latent
 from megarl.families.shape import ModelShape, read_model_shape
@@ -50,7 +50,7 @@ def test_there_and_back(
     assert_equal_bits(tensors_of(source), tensors_of(tmp_path / "hf"))
     assert other_files(source) == other_files(tmp_path / "hf")
     check_folder(tmp_path / "hf")
-    assert stored_checksums(tmp_path / "hf").keys() == hf_tensors(read_model_shape(source)).keys()
+    assert read_stored_checksums(tmp_path / "hf").keys() == hf_tensors(read_model_shape(source)).keys()
     assert done.weight_bytes == sum(value.nbytes for value in tensors_of(source).values())
     files = {path.name for path in (tmp_path / "megatron" / "release").glob("*.distcp")}
     assert files == {f"__{rank}_0.distcp" for rank in range(tp * pp)}
@@ -149,7 +149,7 @@ def test_a_recipe_s_override_decides_what_can_be_read(tmp_path: Path) -> None:
     done = to_hf(tmp_path / "megatron", tmp_path / "hf", hf=scaled, verify=True, override={"rope_scaling": None})
     assert done.is_verified
     assert_equal_bits(tensors_of(plain), tensors_of(tmp_path / "hf"))
-    rows = head_rows(scaled, range(2, 5), override={"rope_scaling": None})
+    rows = read_head_rows(scaled, range(2, 5), override={"rope_scaling": None})
     assert torch.equal(rows, tensors_of(scaled)["lm_head.weight"][2:5])
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.checkpoint.convert import to_hf, to_megatron
-from megarl.checkpoint.safetensors import head_rows
+from megarl.checkpoint.safetensors import read_head_rows
 from megarl.checkpoint.stored import find_stored_tensors
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import read_model_shape
@@ -70,8 +70,8 @@ def test_the_head_of_a_prefixed_checkpoint_is_read(tmp_path: Path) -> None:
     tied = vision_folder(tmp_path / "tied", tie_word_embeddings=True)
     untied = vision_folder(tmp_path / "untied", tie_word_embeddings=False)
     embedding = tensors_of(tied)["model.language_model.embed_tokens.weight"]
-    assert torch.equal(head_rows(tied, range(2, 7)), embedding[2:7])
-    assert torch.equal(head_rows(untied, range(2, 7)), tensors_of(untied)["lm_head.weight"][2:7])
+    assert torch.equal(read_head_rows(tied, range(2, 7)), embedding[2:7])
+    assert torch.equal(read_head_rows(untied, range(2, 7)), tensors_of(untied)["lm_head.weight"][2:7])
 
 
 def tiny(tiny_model: Callable[..., Path], family: str) -> Path:

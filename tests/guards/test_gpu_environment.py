@@ -28,8 +28,8 @@ NEEDED_BYTES = 10 << 30
 PROGRAM = """
 import importlib, sys
 sys.path.insert(0, sys.argv[1])
-from megarl.platform.cuda_extensions import faults_of
-print(faults_of(tuple(sys.argv[2:])))
+from megarl.platform.cuda_extensions import import_faults_of
+print(import_faults_of(tuple(sys.argv[2:])))
 """
 
 pytestmark = [pytest.mark.gpu_environment, pytest.mark.timeout(7200)]

@@ -48,7 +48,7 @@ from megarl.rollout.recording import RecordedCall
 from megarl.rollout.state import RLState
 from megarl.rollout.step.step_record import StepRecord
 from megarl.tracking.draws import DrawEvents, account
-from megarl.tracking.run_folder import _forget_lines
+from megarl.tracking.run_folder import _remove_later_lines
 from megarl.tracking.run_record import RunRecord, refuse_other_schema, run_state
 from megarl.types import Completion, FinishReason, Problem
 from tools.make_tiny_model import make_tiny_model
@@ -358,7 +358,7 @@ def _run_folder() -> Iterator[Format]:
     def earlier(path: Path) -> None:
         run = RunRecord.read(next(parent for parent in path.parents if parent.name == "run"))
         _ = run.recipe(), run.parent(), run.finished_text(4), run.refuse_newer_version()
-        _forget_lines(path, 1) if path.name.endswith(".jsonl") else None
+        _remove_later_lines(path, 1) if path.name.endswith(".jsonl") else None
 
     for name in (
         "config.yaml",

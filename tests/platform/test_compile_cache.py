@@ -35,7 +35,7 @@ def folder_of_rank(monkeypatch: pytest.MonkeyPatch, node: int, local_rank: int, 
     monkeypatch.delenv("VLLM_CACHE_ROOT", raising=False)
     if given is not None:
         monkeypatch.setenv("VLLM_CACHE_ROOT", given)
-    compile_cache.use_own_folder()
+    compile_cache.use_folder_of_device()
     return os.environ["VLLM_CACHE_ROOT"]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.platform import cuda_extensions
-from megarl.platform.cuda_extensions import faults_of
+from megarl.platform.cuda_extensions import import_faults_of
 
 
 def test_each_module_is_tried_and_a_crash_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,7 +19,7 @@ def test_each_module_is_tried_and_a_crash_is_told(tmp_path: Path, monkeypatch: p
     for name, text in sources.items():
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert faults_of(("sound_one", "broken_one", "crashing_one", "sound_one")) == {
+    assert import_faults_of(("sound_one", "broken_one", "crashing_one", "sound_one")) == {
         "broken_one": "OSError: libcuda.so.1: cannot open",
         "crashing_one": "its process ended with -6",
     }
@@ -45,7 +45,7 @@ def test_without_a_driver_or_on_the_cpu_only_transformer_engine_is_tried(monkeyp
     monkeypatch.setattr(cuda_extensions, "has_driver", lambda: True)
     monkeypatch.setattr(cuda_extensions, "runs_on_cpu", lambda: False)
     monkeypatch.setattr(cuda_extensions, "find_spec", lambda name: True if name == "flashinfer" else None)
-    monkeypatch.setattr(cuda_extensions, "faults_of", lambda modules: {modules[0]: "ImportError: x"})
+    monkeypatch.setattr(cuda_extensions, "import_faults_of", lambda modules: {modules[0]: "ImportError: x"})
     assert cuda_extensions.import_faults().keys() == {"transformer_engine.pytorch", "flashinfer"}
     monkeypatch.setattr(cuda_extensions, "runs_on_cpu", lambda: True)
     assert cuda_extensions.import_faults().keys() == {"transformer_engine.pytorch"}

@@ -77,7 +77,7 @@ def test_an_empty_toolkit_is_none_for_its_import(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("CURAND_HOME", "/usr/local/cuda")
     assert transformer_engine.import_fault() is None
     try:
-        transformer_engine.require_sound()
+        transformer_engine.require_importable()
     finally:
         # Not by monkeypatch, which would put the stand-ins back for all tests that follow.
         for name in ("transformer_engine.pytorch", "transformer_engine"):
@@ -87,7 +87,7 @@ def test_an_empty_toolkit_is_none_for_its_import(tmp_path: Path, monkeypatch: py
 
 def test_none_installed_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformer_engine, "find_spec", lambda name: None)
-    transformer_engine.require_sound()
+    transformer_engine.require_importable()
     assert transformer_engine.import_fault() is None
 
 

@@ -11,7 +11,7 @@ from megarl.files.folder_lock import HOME, Owner
 from megarl.report.curves import (
     MOST_POINTS,
     choose_charts,
-    fault_counts,
+    list_fault_counts,
     not_finite,
     phase_times,
     points_for,
@@ -162,7 +162,7 @@ def test_the_chart_of_step_times_has_no_first_step(steps: list[int], later: list
 
 def test_faults_are_summed() -> None:
     rows = [(step, {"reward/errors": float(step % 3 == 0), "train/loss": 7.0}) for step in range(1, 11)]
-    assert fault_counts(rows) == [{"metric": "reward/errors", "sum": 3, "steps": 3, "first": 3, "last": 9}]
+    assert list_fault_counts(rows) == [{"metric": "reward/errors", "sum": 3, "steps": 3, "first": 3, "last": 9}]
 
 
 def test_hidden_characters_are_shown_and_long_texts_cut() -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from megarl.checkpoint.safetensors import FolderReader, export, load
-from megarl.checkpoint.weight_checksums import stored_checksums
+from megarl.checkpoint.weight_checksums import read_stored_checksums
 from megarl.config.parallel import ParallelConfig
 from megarl.families.model_tensors import hf_tensors, list_copied_prefixes, list_rules
 from megarl.families.registry import FAMILIES
@@ -123,7 +123,7 @@ def test_round_trip_is_bit_equal(ranks: RankPool, tmp_path: Path, first: tuple[i
     assert len(list(target.glob("model-0000?-of-0000?.safetensors"))) > 1
     for file in ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"):
         assert (target / file).read_bytes() == (source / file).read_bytes()
-    assert stored_checksums(target) == {name: int(checksum(value).item()) & MASK for name, value in got.items()}
+    assert read_stored_checksums(target) == {name: int(checksum(value).item()) & MASK for name, value in got.items()}
     assert [path.name for path in target.parent.iterdir()] == ["hf"]
     assert set(FolderReader(target, model).dtypes.values()) == {torch.float32}
     assert sum(r["sent"] for r in results) == sum(r["received"] for r in results)

@@ -19,7 +19,7 @@ from megarl.rollout.buffer_policy import BufferPolicy
 from megarl.rollout.source import Source
 from megarl.rollout.state import RLState, problem_lookup
 from megarl.tracking.draws import LEDGER, Account, account, rewind
-from megarl.tracking.run_folder import _forget_lines
+from megarl.tracking.run_folder import _remove_later_lines
 from megarl.types import Problem
 from tests.rollout.simulated import PROMPT, Engines, Sampler
 from tests.rollout.virtual_time import VirtualLoop
@@ -68,7 +68,7 @@ class KilledRun:
         """Train until a kill, or to the end."""
         engines, state, ledger = Engines(), RLState(self.recipe.algorithm), self.folder / LEDGER
         # As a start of the run does.
-        _forget_lines(ledger, self.saved)
+        _remove_later_lines(ledger, self.saved)
         if self.saved:
             state.load(self.folder / "saved", problem_lookup(self.problems))
             rewind(ledger, state.draws.num_written)

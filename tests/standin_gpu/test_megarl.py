@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megarl.platform import transformer_engine
-from megarl.platform.cuda_extensions import MODULES, faults_of
+from megarl.platform.cuda_extensions import MODULES, import_faults_of
 from megarl.processes.process_tree import cpu_seconds_below
 from tests.guards.test_gpu_environment import WITHOUT_DRIVER
 from tests.standin_gpu import engine
@@ -32,7 +32,7 @@ def test_every_module_of_the_gpu_path_is_imported(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     modules = [name for name in WITHOUT_DRIVER if HAS_ENGINE or "transformer_engine" not in name]
     modules += [name for package in MODULES.values() for name in package]
-    assert faults_of(tuple(modules)) == {}
+    assert import_faults_of(tuple(modules)) == {}
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.tracking.draws import LEDGER, DrawEvents, account, rewind
-from megarl.tracking.run_folder import _forget_lines
+from megarl.tracking.run_folder import _remove_later_lines
 from megarl.types import DataError
 
 SIZES = {"sums": 3}
@@ -109,7 +109,7 @@ def test_the_line_of_a_large_batch_is_kept_on_resume(tmp_path: Path) -> None:
         events.add("used", "sums", number)
     events.write(tmp_path / "draws.jsonl", 1, {"sums": 16_384}, 0, 0)
     content = (tmp_path / "draws.jsonl").read_bytes()
-    assert _forget_lines(tmp_path / "draws.jsonl", 1) == [1.0]
+    assert _remove_later_lines(tmp_path / "draws.jsonl", 1) == [1.0]
     assert (tmp_path / "draws.jsonl").read_bytes() == content
     assert account(tmp_path).faults == []
 

@@ -56,7 +56,6 @@ def explain_error(
 
 
 def _explain_missing(place: str) -> str:
-    """Return an error for a missing field, or for each required field of a missing section."""
     fields = all_fields()
     required_fields = [name for name, field in fields.items() if name.startswith(place + ".") and field.is_required()]
     lines = [(name, field_at(name)) for name in required_fields or [place]]

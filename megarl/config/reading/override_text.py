@@ -34,8 +34,7 @@ def short_override(name: str, value: Any) -> str:
 def as_yaml(value: Any) -> str:
     """Return a JSON value as JSON text that YAML reads as the same value.
 
-    JSON writes an emoji as two surrogates, which YAML reads as two broken characters. YAML's own escape has eight
-    digits.
+    JSON escapes an emoji as two surrogates. YAML reads these as two broken characters; its own escape has eight digits.
     """
     return _PAIR.sub(_join_surrogates, json.dumps(value))
 

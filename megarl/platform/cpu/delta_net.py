@@ -104,7 +104,7 @@ def _make_plain_batch(metadata: Any) -> _Batch:
 def _make_drafted_batch(metadata: Any) -> _Batch:
     """Return the batch of a step that verifies drafts.
 
-    Each sequence has one slot per draft; it starts at its last accepted one.
+    Each sequence has one slot per draft. It continues from the slot of its last accepted draft.
     """
     count = metadata.num_spec_decodes
     lengths, longest, places = _find_lengths(metadata.spec_query_start_loc, count)

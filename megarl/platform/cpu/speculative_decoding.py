@@ -2,7 +2,7 @@
 
 vLLM 0.30 calls its rejection sampler through dispatchers of Triton kernels. Nothing calls its C++ kernels for CPUs, and
 one would round temperatures to integers. The functions here take the inputs of the Triton kernels, and compute the same
-in torch. `_advance` replaces the kernel between two tokens drafted by a model.
+in torch. `_advance_positions` replaces the kernel between two tokens drafted by a model.
 
 The algorithm is speculative sampling (Leviathan et al., arXiv 2211.17192): the tokens have the policy's distribution,
 whatever was drafted. A request's drafts are `draft_token_ids[start:end]`: `end` is the request's entry of
@@ -24,12 +24,12 @@ def install() -> None:
     from vllm.v1.spec_decode import utils
 
     # For drafting, vLLM has C++ kernels for all dispatchers except this one. It is called from the second draft on.
-    utils._eagle_step_slot_mapping_metadata.kernel = _Kernel(_advance)  # pyright: ignore[reportAttributeAccessIssue]
+    utils._eagle_step_slot_mapping_metadata.kernel = _Kernel(_advance_positions)  # pyright: ignore[reportAttributeAccessIssue]
     for dispatcher, function in {
         "_rejection_greedy_sample": _accept_greedy,
         "_rejection_random_sample": _accept_random,
-        "_expand": _expand,
-        "_sample_recovered_tokens": _recover,
+        "_expand": _repeat_for_drafts,
+        "_sample_recovered_tokens": _draw_replacements,
     }.items():
         getattr(rejection_sampler, dispatcher).kernel = _Kernel(function)
 
@@ -47,7 +47,7 @@ class _Kernel:
         return self.func
 
 
-def _advance(
+def _advance_positions(
     positions: Tensor,
     block_table: Tensor,
     block_table_stride: int,
@@ -96,7 +96,7 @@ def _accept_greedy(
     target_argmax [drafts], bonus_token_ids [requests, 1], is_greedy bool [requests] or None for all.
     """
     is_accepted = draft_token_ids == target_argmax
-    for request, start, end in _requests(cu_num_draft_tokens):
+    for request, start, end in _list_draft_ranges(cu_num_draft_tokens):
         if is_greedy is None or is_greedy[request]:
             replacements = torch.cat((target_argmax[start:end], bonus_token_ids[request].view(1)))
             _write_tokens(output_token_ids[request], draft_token_ids[start:end], replacements, is_accepted[start:end])
@@ -127,13 +127,13 @@ def _accept_random(
     )
     is_likely = (draft_probability > 0) & (target_probability.double() >= uniform_probs * draft_probability.double())
     is_accepted = is_likely & (draft_token_ids >= 0)
-    for request, start, end in _requests(cu_num_draft_tokens):
+    for request, start, end in _list_draft_ranges(cu_num_draft_tokens):
         if not is_greedy[request]:
             replacements = torch.cat((recovered_token_ids[start:end], bonus_token_ids[request].view(1)))
             _write_tokens(output_token_ids[request], draft_token_ids[start:end], replacements, is_accepted[start:end])
 
 
-def _expand(
+def _repeat_for_drafts(
     output: Tensor,
     input: Tensor,
     cu_num_tokens: Tensor,
@@ -149,7 +149,7 @@ def _expand(
     output.copy_(values.repeat_interleave(_counts(cu_num_tokens)))
 
 
-def _recover(
+def _draw_replacements(
     output_token_ids: Tensor,
     cu_num_draft_tokens: Tensor,
     draft_token_ids: Tensor,
@@ -182,7 +182,7 @@ def _write_tokens(output: Tensor, drafts: Tensor, replacements: Tensor, is_accep
     output[num_accepted] = replacements[num_accepted]
 
 
-def _requests(cu_num_draft_tokens: Tensor) -> Iterator[tuple[int, int, int]]:
+def _list_draft_ranges(cu_num_draft_tokens: Tensor) -> Iterator[tuple[int, int, int]]:
     start = 0
     for request, end in enumerate(cu_num_draft_tokens.tolist()):
         yield request, start, end

@@ -344,10 +344,10 @@ def _apply_plain_experts(
     output.zero_()
     for expert in range(global_num_experts):
         # The map has -1 for experts on other ranks.
-        local = expert if expert_map is None else int(expert_map[expert])
+        local_expert = expert if expert_map is None else int(expert_map[expert])
         tokens, slots = torch.where(topk_ids == expert)
-        if local < 0 or len(tokens) == 0:
+        if local_expert < 0 or len(tokens) == 0:
             continue
-        gated = activate(F.linear(hidden_states[tokens], w1[local], biases1[local]))
-        values = F.linear(gated, w2[local], biases2[local])
+        gated = activate(F.linear(hidden_states[tokens], w1[local_expert], biases1[local_expert]))
+        values = F.linear(gated, w2[local_expert], biases2[local_expert])
         output.index_add_(0, tokens, (values * topk_weights[tokens, slots, None]).to(output.dtype))

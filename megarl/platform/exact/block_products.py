@@ -52,6 +52,6 @@ def _tree_sum(parts: Sequence[Tensor]) -> Tensor:
     """Return the sum [*shape] of the parts [*shape]. Neighbours are added in pairs, then their sums, and so on."""
     level = list(parts)
     while len(level) > 1:
-        pairs = [first + second for first, second in zip(level[::2], level[1::2], strict=False)]
+        pairs = [part + next_part for part, next_part in zip(level[::2], level[1::2], strict=False)]
         level = pairs + level[len(pairs) * 2 :]
     return level[0]

@@ -78,11 +78,11 @@ def _compute_experts(
     expert_ids, order = topk_ids.sort(dim=1)
     products = hidden_states.new_zeros(*expert_ids.shape, w2.size(1), dtype=torch.float32)
     for expert in expert_ids.unique().tolist():
-        local = expert if expert_map is None else int(expert_map[expert])
-        if local < 0:
+        local_expert = expert if expert_map is None else int(expert_map[expert])
+        if local_expert < 0:
             continue
         tokens, slots = torch.where(expert_ids == expert)
-        gate, up = row_product(hidden_states[tokens], w1[local]).chunk(2, dim=-1)
-        products[tokens, slots] = block_product(F.silu(gate) * up, w2[local], num_blocks)
+        gate, up = row_product(hidden_states[tokens], w1[local_expert]).chunk(2, dim=-1)
+        products[tokens, slots] = block_product(F.silu(gate) * up, w2[local_expert], num_blocks)
     values = sum_over_ranks(products, group).to(hidden_states.dtype)
     output.copy_(weighted_sum(values, topk_weights.gather(1, order)))

@@ -21,9 +21,9 @@ def allow_free_while_asleep() -> None:
 
     vLLM 0.30 would unmap this memory a second time. This fails, and all later allocations from the pools too.
     """
-    if (allocator := _allocator()) is not None:
+    if (allocator := _find_allocator()) is not None:
         # vLLM passes this attribute to each pool it creates.
-        allocator.python_free_callback = partial(_free, allocator)
+        allocator.python_free_callback = partial(_free_allocation, allocator)
 
 
 def move_constants() -> None:
@@ -32,12 +32,14 @@ def move_constants() -> None:
     Call it after an engine's model was built. A module imported during the build creates its constants in the pool:
     they would lose their values in the first sleep.
     """
-    if (allocator := _allocator()) is not None:
+    if (allocator := _find_allocator()) is not None:
         modules = list(sys.modules.values())
-        _move_out(allocator, (value for module in modules for value in list(getattr(module, "__dict__", {}).values())))
+        _move_out_of_pools(
+            allocator, (value for module in modules for value in list(getattr(module, "__dict__", {}).values()))
+        )
 
 
-def _allocator() -> Any:
+def _find_allocator() -> Any:
     """Return vLLM's object with the pools, or None."""
     if "vllm" not in sys.modules:
         return None
@@ -46,7 +48,7 @@ def _allocator() -> Any:
     return cumem.CuMemAllocator.get_instance() if cumem.cumem_available else None
 
 
-def _free(allocator: Any, address: int) -> Any:
+def _free_allocation(allocator: Any, address: int) -> Any:
     """Free one allocation of a sleeping pool. Map it first, because vLLM unmaps what it frees."""
     from vllm.device_allocator.cumem import create_and_map
 
@@ -57,7 +59,7 @@ def _free(allocator: Any, address: int) -> Any:
     return allocator._python_free_callback(address)
 
 
-def _move_out(allocator: Any, objects: Iterable[object]) -> None:
+def _move_out_of_pools(allocator: Any, objects: Iterable[object]) -> None:
     """Move tensors among `objects` from the pools to ordinary memory. Views still share their storage.
 
     Sleeping memory has lost its values: zeros take their place.

@@ -37,12 +37,12 @@ def cgroup_limits(cgroup_file: Path = _CGROUP_FILE, root: Path = _CGROUP_ROOT) -
             _, controllers, path = line.split(":", 2)
             # An empty list of controllers marks cgroup v2 (cgroups(7)); v1 has one line per controller.
             if controllers == "":
-                yield from _limits_around(root, path, "memory.max")
+                yield from _list_limits_around(root, path, "memory.max")
             elif "memory" in controllers.split(","):
-                yield from _limits_around(root / "memory", path, "memory.limit_in_bytes")
+                yield from _list_limits_around(root / "memory", path, "memory.limit_in_bytes")
 
 
-def _limits_around(root: Path, path: str, name: str) -> Iterator[int]:
+def _list_limits_around(root: Path, path: str, name: str) -> Iterator[int]:
     """Yield the memory limits, in bytes, of a cgroup and its parents, innermost first."""
     cgroup_folder = root / path.strip("/")
     for folder in (cgroup_folder, *cgroup_folder.parents):

@@ -38,7 +38,7 @@ def page_lock(memory: Tensor) -> None:
     runtime: Any = torch.cuda.cudart()
     status = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(status) != 0:
-        raise MegarlError(refusal(memory.nbytes, runtime.cudaGetErrorString(status)))
+        raise MegarlError(lock_error_text(memory.nbytes, runtime.cudaGetErrorString(status)))
 
 
 def unlock(memory: Tensor) -> None:
@@ -47,7 +47,7 @@ def unlock(memory: Tensor) -> None:
         runtime.cudaHostUnregister(memory.data_ptr())
 
 
-def refusal(num_bytes: int, reason: str) -> str:
+def lock_error_text(num_bytes: int, reason: str) -> str:
     """Return the message for a refused lock: its size, this process's limit, and the remedies."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     allowed = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes"

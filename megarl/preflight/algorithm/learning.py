@@ -108,7 +108,7 @@ def _find_metric_fault(recipe: Recipe, set_name: str, measure: str) -> str | Non
     if not recipe.has_engine:
         return None if measure == "accuracy" else "pairs are measured by the metric accuracy only"
     set_faults = [_find_measure_fault(set_recipe, measure) for set_recipe in set_recipes]
-    # Several sources may have a set of this set_name. It is enough if one of them measures the metric.
+    # Several sources may have a set of this name. It is enough if one of them measures the metric.
     return None if None in set_faults else set_faults[0]
 
 

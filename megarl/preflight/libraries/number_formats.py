@@ -60,10 +60,9 @@ def device_faults(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
 
 
 def _list_gpus(recipe: Recipe, is_start: bool) -> Sequence[Gpu]:
-    """Return the GPUs to check: those of this machine, or the model that `cluster.gpu_memory_gib` may name ("h200").
+    """Return the GPUs to check: this machine's, or those that `cluster.gpu_memory_gib` names ("h200").
 
-    At a start, this machine's GPUs come first if the run uses them. Before a start, for example in a plan, the named
-    model comes first.
+    At a start, this machine's come first if the run uses them. Before a start, the named ones come first.
     """
     named_gpus = _list_named_gpus("cluster.gpu_memory_gib", recipe.cluster.gpu_memory_gib)
     if named_gpus and not is_start:

@@ -181,7 +181,6 @@ def _suggest_larger_cache(recipe: Recipe, parallel: ParallelConfig) -> str:
 
 
 def _list_sandbox_notices(recipe: Recipe) -> Iterator[str]:
-    """Yield a notice about missing isolation layers on this machine that sandbox.require does not demand."""
     if set(LAYERS) <= set(recipe.sandbox.require) or recipe.sandbox.url is not None:
         return
     if notice := examine().layers.notice(recipe.sandbox.require):

@@ -53,7 +53,7 @@ class _Column(summary_v2.Domain):
 
 def summaries(recipe: Recipe) -> list[Any]:
     """Return a run's two summaries: the columns with the metrics to compare, and the run's values."""
-    fields = dict(_fields(Recipe))
+    fields = dict(_list_fields(Recipe))
     columns = [summary_v2.HParam(name, _Column(_column_type(annotation))) for name, annotation in fields.items()]
     metrics = [summary_v2.Metric(tag) for tag in _metrics(recipe)]
     values = {name: value_at(recipe, name) for name in fields if unmet(recipe, name) is None}
@@ -74,11 +74,11 @@ def end_summary() -> Any:
     return Summary(value=[value])
 
 
-def _fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _list_fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for field_name, field in section.model_fields.items():
         name = f"{prefix}{field_name}"
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            yield from _fields(field.annotation, f"{name}.")
+            yield from _list_fields(field.annotation, f"{name}.")
         elif any(name == section_name or name.startswith(f"{section_name}.") for section_name in SECTIONS):
             yield name, field.annotation
 

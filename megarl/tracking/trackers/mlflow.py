@@ -89,6 +89,7 @@ class MLflow:
             self._client.set_terminated(self.run_id)
 
     def _create_run(self, name: str, parameters: Mapping[str, str]) -> str:
+        """Create a run on the server, and its experiment if it is missing. Returns the run's id."""
         from mlflow.entities import Param
 
         title = os.environ.get("MLFLOW_EXPERIMENT_NAME", "megarl")

@@ -117,7 +117,7 @@ def test_more_memory_than_the_machine_has_is_refused_before_any_is_locked() -> N
 
 
 def test_a_refused_lock_names_limit_and_remedy() -> None:
-    text = page_lock.refusal(3 << 20, "out of memory")
+    text = page_lock.lock_error_text(3 << 20, "out of memory")
     assert "3 MiB" in text and "out of memory" in text and "ulimit -l" in text and "trainer.offload" in text
 
 
