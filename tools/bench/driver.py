@@ -201,7 +201,7 @@ class Driver:
         with self.group.measure("start.digests"):
             digests = await self.group.call("plan_digest")
             assert len(set(digests)) == 1
-        await self.performance.begin()
+        await self.performance.begin_measuring()
 
     async def measure_idle_calls(self, repeats: int) -> None:
         """Measure calls of all ranks that do nothing, then calls of each engine, as the engines' pumps make them."""
