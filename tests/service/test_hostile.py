@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -189,13 +190,33 @@ SAMPLED: dict[str, Any] = {
         (OptimStep, {"model_id": "m", "seq_id": 1}, {"optim_params": {"learning_rate": 1.0}}, "optim_params"),
         (SampleRequest, SAMPLED, {"sampling_params": {"min_p": 0.1}}, "min_p"),
         (SampleRequest, SAMPLED, {"logit_bias": {"7": -1}}, "logit_bias"),
+        (SampleRequest, SAMPLED, {"prompt": {"chunks": [{"token": [1]}]}}, "token"),
     ],
 )
 def test_an_unknown_setting_of_results_is_refused(
     kind: type[Any], required: dict[str, Any], values: dict[str, Any], field: str
 ) -> None:
     read_fields(kind, required | {"type": "sample", "later": None})
-    with pytest.raises(UserError, match=rf"^(\w+: )?{field} = .* is not supported; leave it out"):
+    with pytest.raises(UserError, match=rf"^([\w.]+: )?{field} = .* is not supported; leave it out"):
+        read_fields(kind, required | values)
+
+
+@pytest.mark.parametrize(
+    ("kind", "required", "values", "field"),
+    [
+        (CreateModel, NEW_MODEL, {"lora_config": {"rank": True}}, "lora_config.rank = True"),
+        (CreateModel, NEW_MODEL, {"lora_config": {"rank": 8, "train_mlp": "no"}}, "lora_config.train_mlp = 'no'"),
+        (OptimStep, {"model_id": "m", "seq_id": 1}, {"adam_params": {"learning_rate": True}}, "learning_rate = True"),
+        (OptimStep, {"model_id": "m", "seq_id": 1}, {"adam_params": {"beta1": "0.9"}}, "adam_params.beta1 = '0.9'"),
+        (SampleRequest, SAMPLED, {"sampling_params": {"max_tokens": 8.0}}, "sampling_params.max_tokens = 8.0"),
+        (SampleRequest, SAMPLED, {"prompt": {"chunks": [{"tokens": [1, "5"]}]}}, "prompt.chunks.0.tokens.1 = '5'"),
+        (SampleRequest, SAMPLED, {"num_samples": True}, "num_samples = True"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(
+    kind: type[Any], required: dict[str, Any], values: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(UserError, match=re.escape(field)):
         read_fields(kind, required | values)
 
 

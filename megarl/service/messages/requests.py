@@ -17,8 +17,7 @@ from pydantic import (
     BeforeValidator,
     Field,
     FiniteFloat,
-    NonNegativeInt,
-    PositiveInt,
+    Strict,
     ValidationError,
     model_validator,
 )
@@ -49,8 +48,13 @@ _MODEL_ID = re.compile(rb'"model_id": ?"([a-z0-9:]{1,100})"')
 _SEQ_ID = re.compile(rb'"seq_id": ?([0-9]{1,18})[,}]')
 
 # Python's integers have no limit, and a model's number is part of its files' names.
-Number = Annotated[int, Field(ge=0, lt=2**63)]
+Number = Annotated[int, Strict(), Field(ge=0, lt=2**63)]
 """A number counted by the client."""
+
+# Strict: pydantic would read true as 1, "no" as false and "5" as 5. A wrong type shows a client's mistake.
+Whole = Annotated[int, Strict()]
+Real = Annotated[FiniteFloat, Strict()]
+Truth = Annotated[bool, Strict()]
 
 
 class Body(BaseModel):
@@ -103,30 +107,31 @@ class CreateSession(Body):
 class Page(Body):
     """A page of a listing."""
 
+    # Not strict: they come from the URL's query, as texts.
     limit: Annotated[int, Field(ge=1, le=1000)] = 100
-    offset: NonNegativeInt = 0
+    offset: Annotated[int, Field(ge=0)] = 0
 
 
 class Lifetime(Body):
     """Seconds until a checkpoint expires; None: never. The field is required."""
 
-    ttl_seconds: Annotated[int, Field(ge=_TTL_SECONDS[0], le=_TTL_SECONDS[1])] | None
+    ttl_seconds: Annotated[Whole, Field(ge=_TTL_SECONDS[0], le=_TTL_SECONDS[1])] | None
 
 
 class Numbered(Body):
     """A request for a model, with the client's sequence number."""
 
     model_id: str
-    seq_id: int
+    seq_id: Whole
 
 
 class LoraSettings(StrictBody):
-    rank: PositiveInt
-    seed: NonNegativeInt | None = None
+    rank: Annotated[Whole, Field(gt=0)]
+    seed: Annotated[Whole, Field(ge=0)] | None = None
     # True is the SDK's default. It has no effect here, but refusing it would refuse most programs.
-    train_unembed: bool = True
-    train_mlp: bool = True
-    train_attn: bool = True
+    train_unembed: Truth = True
+    train_mlp: Truth = True
+    train_attn: Truth = True
 
 
 class OptimizerKind(StrictBody):
@@ -147,11 +152,11 @@ class LoadWeights(StrictBody):
     """A load either creates a model (`session_id`), or is the first numbered request of one (`model_id`)."""
 
     path: str
-    optimizer: bool
+    optimizer: Truth
     session_id: str | None = None
     model_seq_id: Number | None = None
     model_id: str | None = None
-    seq_id: int | None = None
+    seq_id: Whole | None = None
     base_model: str | None = None
     user_metadata: Metadata | None = None
     optimizer_config: OptimizerKind | None = None
@@ -161,12 +166,12 @@ class LoadWeights(StrictBody):
 class AdamSettings(StrictBody):
     """Settings of one step of AdamW, with the SDK's defaults. `grad_clip_norm` 0: no clipping."""
 
-    learning_rate: Annotated[FiniteFloat, Field(ge=0)] = 1e-4
-    beta1: Annotated[FiniteFloat, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[FiniteFloat, Field(ge=0, lt=1)] = 0.95
-    eps: Annotated[FiniteFloat, Field(gt=0)] = 1e-12
-    weight_decay: Annotated[FiniteFloat, Field(ge=0)] = 0.0
-    grad_clip_norm: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    learning_rate: Annotated[Real, Field(ge=0)] = 1e-4
+    beta1: Annotated[Real, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[Real, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[Real, Field(gt=0)] = 1e-12
+    weight_decay: Annotated[Real, Field(ge=0)] = 0.0
+    grad_clip_norm: Annotated[Real, Field(ge=0)] = 0.0
 
 
 class OptimStep(Numbered, StrictBody):
@@ -176,8 +181,8 @@ class OptimStep(Numbered, StrictBody):
 
 class SaveWeights(Numbered):
     path: Annotated[str, Field(pattern=NAME)]
-    ttl_seconds: Annotated[int, Field(ge=_TTL_SECONDS[0], le=_TTL_SECONDS[1])] | None = None
-    overwrite: bool = False
+    ttl_seconds: Annotated[Whole, Field(ge=_TTL_SECONDS[0], le=_TTL_SECONDS[1])] | None = None
+    overwrite: Truth = False
     user_metadata: Metadata | None = None
 
 
@@ -185,7 +190,7 @@ class SaveForSampler(Numbered):
     path: Annotated[str, Field(pattern=NAME)] | None = None
     sampling_session_seq_id: Number | None = None
     kind: str = "snapshot"
-    ttl_seconds: Annotated[int, Field(ge=_TTL_SECONDS[0], le=_TTL_SECONDS[1])] | None = None
+    ttl_seconds: Annotated[Whole, Field(ge=_TTL_SECONDS[0], le=_TTL_SECONDS[1])] | None = None
     user_metadata: Metadata | None = None
 
 
@@ -196,12 +201,13 @@ class CreateSampler(StrictBody):
     model_path: str | None = None
 
 
-class PromptChunk(Body):
+class PromptChunk(StrictBody):
+    _known_type = "encoded_text"
     type: str = "encoded_text"
-    tokens: list[NonNegativeInt] = []
+    tokens: list[Annotated[Whole, Field(ge=0)]] = []
 
 
-class Prompt(Body):
+class Prompt(StrictBody):
     chunks: list[PromptChunk]
 
 
@@ -226,13 +232,13 @@ def _check_stops(stop: Any) -> Any:
 
 
 class SampleSettings(StrictBody):
-    max_tokens: PositiveInt | None = None
-    seed: int | None = None
+    max_tokens: Annotated[Whole, Field(gt=0)] | None = None
+    seed: Whole | None = None
     stop: Annotated[str | list[str | int] | None, BeforeValidator(_check_stops)] = None
     # vLLM 0.30 refuses higher temperatures, and silently raises those between 0 and 0.01.
-    temperature: Annotated[FiniteFloat, Field(ge=0, le=2), AfterValidator(_check_temperature)] = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = -1
-    top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] = 1.0
+    temperature: Annotated[Real, Field(ge=0, le=2), AfterValidator(_check_temperature)] = 1.0
+    top_k: Annotated[Whole, Field(ge=-1)] = -1
+    top_p: Annotated[Real, Field(gt=0, le=1)] = 1.0
 
 
 class SampleAddress(Body):
@@ -240,7 +246,7 @@ class SampleAddress(Body):
 
     sampling_session_id: str
     seq_id: Number
-    num_samples: Annotated[int, Field(ge=1, le=_MAX_SAMPLES)] = 1
+    num_samples: Annotated[Whole, Field(ge=1, le=_MAX_SAMPLES)] = 1
 
 
 class SampleRequest(SampleAddress, StrictBody):
@@ -248,13 +254,13 @@ class SampleRequest(SampleAddress, StrictBody):
     model_path: str | None = None
     prompt: Prompt
     sampling_params: SampleSettings
-    prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: Annotated[int, Field(ge=0, le=_MAX_PROMPT_TOP_TOKENS)] = 0
-    topk_sample_logprobs: Annotated[int, Field(ge=0, le=_MAX_TOP_TOKENS)] = 0
+    prompt_logprobs: Truth | None = None
+    topk_prompt_logprobs: Annotated[Whole, Field(ge=0, le=_MAX_PROMPT_TOP_TOKENS)] = 0
+    topk_sample_logprobs: Annotated[Whole, Field(ge=0, le=_MAX_TOP_TOKENS)] = 0
     target_prompt_logprobs: Any = None
-    prompt_alt_tokens_k: int = 0
-    prompt_logprobs_last_n: PositiveInt | None = None
-    record_stability_info: bool | None = None
+    prompt_alt_tokens_k: Whole = 0
+    prompt_logprobs_last_n: Annotated[Whole, Field(gt=0)] | None = None
+    record_stability_info: Truth | None = None
 
 
 class RetrieveFuture(Body):

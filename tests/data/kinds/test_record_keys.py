@@ -44,7 +44,7 @@ def texts_of(tmp_path, record, family="qwen", system_prompt=None, names=None):
     tokenizer = tokenizer_of(family)
     has_label = isinstance(record.get("label"), bool)
     settings = {"tokenizer": tokenizer, "system_prompt": system_prompt, "max_tokens": 1000}
-    if ("answer" in record or "label" in record or "reward_model" in record) and not has_label:
+    if not has_label and any(name in record for name in ("answer", "gt_answer", "label", "reward_model")):
         [problem] = read_examples(path, Problems(**settings), names=names)
         return tokenizer.decode(problem.prompt_token_ids), ""
     if has_label:
