@@ -481,8 +481,8 @@ def _journal_lines(folder: Path) -> Path:
         return RecordedCall(np.array([1, 2], np.int32), [completion(reason)], is_done=True, identity=identity)
 
     agent_try = JournaledTry("s/0#1", "s/0", "settings", first_step=1)
-    agent_try.add(0, JournaledAnswer(2, 3, call("c0", "stop"), is_repeatable=True, request="r0", identity="c0"))
-    agent_try.add(1, JournaledAnswer(4, 3, None, is_repeatable=False, identity="c1"))
+    agent_try.add_answer(0, JournaledAnswer(2, 3, call("c0", "stop"), is_repeatable=True, request="r0", identity="c0"))
+    agent_try.add_answer(1, JournaledAnswer(4, 3, None, is_repeatable=False, identity="c1"))
     agent_try.refused = [(1, call("c2", "error"))]
     agent_try.aborted["c3"] = 5
     dropped_try = JournaledTry("s/1#1", "s/1", "settings", first_step=1, dropped_step=2)

@@ -237,7 +237,7 @@ def lines_until_the_end(run: Run, num_looks: int) -> list[str]:
 def test_a_silent_driver_is_named_once_and_its_next_heartbeat_too(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.step(1)
     words = iter(["", "the driver is suspended", "the driver is suspended", ""])
-    monkeypatch.setattr(watched.Heartbeats, "silence", lambda self: next(words, ""))
+    monkeypatch.setattr(watched.Heartbeats, "describe_silence", lambda self: next(words, ""))
     lines = lines_until_the_end(run, 5)
     assert [line for line in lines if "driver" in line] == ["the driver is suspended", "the driver continues"]
 
@@ -246,7 +246,7 @@ def test_a_driver_that_is_killed_while_it_is_suspended_does_not_continue(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.step(1)
-    monkeypatch.setattr(watched.Heartbeats, "silence", lambda self: "the driver is suspended")
+    monkeypatch.setattr(watched.Heartbeats, "describe_silence", lambda self: "the driver is suspended")
     lines = lines_until_the_end(run, 3)
     assert [line for line in lines if "driver" in line] == ["the driver is suspended"]
     assert lines[-1].startswith("small: done")

@@ -162,13 +162,13 @@ def test_no_prompt_is_lost_or_doubled(
 
 
 def test_a_group_that_a_buffer_loses_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use = RLState.use
+    use_groups = RLState.use_groups
 
     def lossy(state: RLState, groups: Any) -> None:
-        use(state, groups)
+        use_groups(state, groups)
         state.waiting = state.waiting[1:]
 
-    monkeypatch.setattr(RLState, "use", lossy)
+    monkeypatch.setattr(RLState, "use_groups", lossy)
     run = KilledRun(tmp_path, recipe_of("continuing stragglers", ALGORITHMS[1], {}), 1, 0.0)
     assert any("have no ending" in fault for fault in run.finish().faults)
 
