@@ -173,7 +173,7 @@ def _data() -> Iterator[Format]:
 
     def search(path: Path) -> Any:
         _build_index.cache_clear()
-        return _build_index(str(path)).best("paris", 2)
+        return _build_index(str(path)).find_best("paris", 2)
 
     documents = '{"text": "Paris is a city.", "title": "Paris"}\n{"text": "Rome is one too."}\n'
     yield Format(
