@@ -242,7 +242,7 @@ def sample(folder: str) -> tuple[list[TrainingSequence], list[np.ndarray]]:
         experts.append(choices)
         return ExpertsHandle(0, len(experts) - 1)
 
-    engine = engine_of(folder, features=EngineFeatures(keep_experts=keep), vllm={"enable_return_routed_experts": True})
+    engine = engine_of(folder, features=EngineFeatures(store_experts=keep), vllm={"enable_return_routed_experts": True})
     prompts = [sequence.token_ids for sequence in sequences(read_model_shape(folder).vocab_size)]
     settings = SamplingSettings(16, 1.0)
     engine.advance([Request(str(i), prompt.astype(np.int32), settings, i) for i, prompt in enumerate(prompts)], (), 0.0)

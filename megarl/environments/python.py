@@ -73,9 +73,9 @@ class Python(ToolEnvironment):
         """Return the exceeded limit in words: seconds of CPU time or wall-clock time."""
         if not result.is_wall_clock_timeout:
             return f"{self._settings.timeout_seconds:g} seconds of CPU time"
-        return (
-            f"{self._settings.timeout_seconds if self._settings.url else result.wall_seconds:.2g} seconds by the clock"
-        )
+        # A server of a sandbox applies `timeout_seconds` to the clock. This machine's sandbox stops a program later.
+        limit_seconds = self._settings.timeout_seconds if self._settings.url else result.wall_seconds
+        return f"{limit_seconds:.3g} seconds by the clock"
 
 
 @lru_cache(maxsize=4)

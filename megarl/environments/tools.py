@@ -65,11 +65,11 @@ _PARAMETER_TYPES = "_megarl_parameter_types"
 def tool(function: Callable[..., Any] | None = None, *, schema: Mapping[str, Any] | None = None) -> Any:
     """Mark a method of a `ToolEnvironment` as a tool. `schema` replaces the JSON schema of its parameters.
 
-    Methods with `async def` run concurrently and must not block. Other methods run in threads, one at a time within an
-    attempt. By default they make attempts run in processes (`rollout.environment_processes`).
+    Methods with `async def` run concurrently and must not block. Other methods may block: they run in threads, one at a
+    time within an attempt. By default they make attempts run in processes (`rollout.environment_processes`).
 
     Parameters need type hints that pydantic can read from JSON: str, int, float, bool, list, dict, Literal, X | None,
-    enumerations, dataclasses, pydantic models, Annotated[int, Field(ge=1)].
+    enumerations, dataclasses, pydantic models, Annotated[int, Field(ge=1)]. The method gets values of these types.
     """
 
     def mark(method: Callable[..., Any]) -> Callable[..., Any]:

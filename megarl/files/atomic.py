@@ -78,7 +78,7 @@ def replace_folder(complete_folder: Path, folder: Path) -> None:
     `end_replacement` completes or undoes this after a kill.
     """
     # A rename cannot replace a folder with files, so move the older one away first. Its deletion is slow: do it last.
-    older_folder = _hidden_path_of(folder)
+    older_folder = _path_of_replaced(folder)
     # After a kill between two renames, `older_folder` is the only complete folder until the new one has its name.
     if folder.exists():
         shutil.rmtree(older_folder, ignore_errors=True)
@@ -97,7 +97,7 @@ def replace_folder(complete_folder: Path, folder: Path) -> None:
 
 def end_replacement(folder: Path) -> None:
     """Complete a killed `replace_folder`: delete the older folder if the newer has its name, else restore it."""
-    older_folder = _hidden_path_of(folder)
+    older_folder = _path_of_replaced(folder)
     if folder.exists():
         shutil.rmtree(older_folder, ignore_errors=True)
     elif older_folder.exists():
@@ -109,7 +109,7 @@ def end_replacements(parent: Path) -> None:
         end_replacement(older_folder.with_name(older_folder.name.removeprefix(".").removesuffix(_REPLACED)))
 
 
-def _hidden_path_of(folder: Path) -> Path:
+def _path_of_replaced(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}{_REPLACED}")
 
 

@@ -124,7 +124,7 @@ class FolderLock:
     def check(self) -> None:
         """Raise RunFolderLockedError if another process has taken the folder.
 
-        This happens after a pause of more than 60 s, for example of a virtual machine, or if somebody removed
+        This happens after a pause of more than 60 s, of a virtual machine or its file server, or if somebody removed
         `owners/`. Raises OSError if the folder is gone.
         """
         if self._is_owner() or self._restore_owner_file():

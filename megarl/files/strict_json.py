@@ -7,7 +7,7 @@ import math
 import re
 import sys
 from collections import Counter
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any, NoReturn
 
 MAX_DEPTH = 100
@@ -149,11 +149,11 @@ def finite_number(value: object) -> float | None:
 
 
 def _long_integer_fault(text: str) -> str:
-    """Return the integer in a JSON text that has too many digits for Python, and its place."""
+    """Return the error for a JSON text with an integer of too many digits for Python: which one, and where."""
     limit = sys.get_int_max_str_digits()
     integers = (integer for integer in _STRING_OR_NUMBER.finditer(text) if integer.group().isdecimal())
     integer = next((integer for integer in integers if len(integer.group()) > limit), None)
-    if integer is None:  # More digits than the limit, and then no valid JSON.
+    if integer is None:  # The parser met such an integer, but the text is no valid JSON elsewhere.
         return f"an integer has more than {limit} digits; write it as a text, in quotes"
     line, column = text.count("\n", 0, integer.start()) + 1, integer.start() - text.rfind("\n", 0, integer.start())
     return (
@@ -171,8 +171,14 @@ def _parse_finite_number(text: str) -> float:
     if math.isinf(number):
         raise ValueError(f"the number {shortened(text)} is too large")
     # A float keeps all numbers of 15 digits. The shortest texts of floats have up to 17, and pass the comparison.
-    if len(text) > 15 and Decimal(text) != Decimal(repr(number)):
-        return RoundedNumber(number)
+    if len(text) > 15:
+        try:
+            is_exact = Decimal(text) == Decimal(repr(number))
+        # The exponent is beyond the limits of Decimal.
+        except InvalidOperation:
+            is_exact = False
+        if not is_exact:
+            return RoundedNumber(number)
     return number
 
 

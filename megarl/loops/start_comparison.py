@@ -72,13 +72,16 @@ def first_sequences(examples: Iterable[Sequence[TrainingSequence]]) -> list[Trai
     return beginnings
 
 
-def measure_gap(trainer: Sequence[NDArray[np.float32]], transformers: Sequence[NDArray[np.float32]]) -> Gap:
-    """Return the distance of both sides' log-probs, an array [tokens] per sequence, without its first token."""
+def measure_gap(trained: Sequence[NDArray[np.float32]], references: Sequence[NDArray[np.float32]]) -> Gap:
+    """Return the distance of the trainer's and the reference's log-probs, without each sequence's first token.
+
+    Both have an array [tokens] per sequence.
+    """
     distances = np.abs(
         np.concatenate(
             [
                 trainer_logprobs[1:] - reference_logprobs[1:]
-                for trainer_logprobs, reference_logprobs in zip(trainer, transformers, strict=True)
+                for trainer_logprobs, reference_logprobs in zip(trained, references, strict=True)
             ]
         )
     )

@@ -169,9 +169,9 @@ class PackedRow(PackedSeqParams):
         """Copy values [kinds, computed tokens] to every token of the sequences: [kinds, tokens]."""
         return values
 
-    def states_at(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        """Return the hidden states [positions, hidden_size] at these positions of the rank's tokens."""
-        return hidden[positions]
+    def states_at(self, hidden: Tensor, indices: Tensor) -> Tensor:
+        """Return the hidden states [indices, hidden_size] at these indices of the rank's tokens."""
+        return hidden[indices]
 
 
 class _ZigzagSplit(NamedTuple):

@@ -95,7 +95,9 @@ class _Faults:
 
 
 def _find_faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> _Faults:
-    """Return the errors of a recipe and its files. A mixture has those of all its sources, common ones once."""
+    """Return the errors of a recipe and its files. In a mixture, errors common to all sources
+    are listed once.
+    """
     by_source = {
         source.name: _find_source_faults(source.recipe, is_start=is_start, is_trained=is_trained)
         for source in recipe.sources

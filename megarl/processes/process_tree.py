@@ -192,7 +192,7 @@ def fault_of(work: Callable[[], object], *, seconds: float, memory_bytes: int) -
 
     The text is the exceeded limit (time or memory), the text of a FaultyInputError, or the signal that ended the
     process. `seconds` is CPU time; wall-clock time may be 10 times as long. Other exceptions of `work` are not faults.
-    Output of the child is discarded.
+    Deterministic work without a fault also stays within the limits in this process. Output of the child is discarded.
     """
     readable, writable = os.pipe()
     with warnings.catch_warnings():

@@ -77,7 +77,7 @@ class EvaluatedSet:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of this set, named `val/SET/...` (METRICS)."""
+        """Metrics of this validation set, named `val/SET/...` (METRICS)."""
         trajectories = self.trajectories
         rewards = [t.reward for t in trajectories if t.reward is not None]
         metrics = function_metrics(rewards) | _flatten_measures(self.measures)

@@ -50,8 +50,8 @@ def stitch(calls: Sequence[ModelCall], trained: Sequence[int] | None = None) -> 
 
     A call extends the segment that is the longest prefix of its prompt. Tokens between two completions (observations)
     are masked. If no segment is a prefix, the call opens a new segment with its whole prompt masked. This happens after
-    a rewritten history, or if another call already extended the segment that would match. Raises ValueError
-    without calls.
+    a rewritten history, or if another call already extended the segment that would match. Raises
+    ValueError without calls.
     """
     if not calls:
         raise ValueError("no model calls were given; a segment needs at least one")

@@ -55,9 +55,9 @@ class Layers:
             )
 
     def require_minimum(self) -> None:
-        """Raise ConfigError without an unprivileged user, or without both namespaces and seccomp.
+        """Raise ConfigError if the user is privileged, or if this machine has neither namespaces nor seccomp.
 
-        Without these, processes started by a program would outlive it and its limits.
+        Without namespaces and seccomp, processes started by a program would outlive it and its limits.
         """
         if "unprivileged" not in self.active:
             self.require(("unprivileged",))

@@ -61,7 +61,7 @@ class AnswerSender:
                 # Written here. aiohttp writes after this method, and would count a lost client as served.
                 await response.prepare(request)
                 await response.write_eof()
-                await self._deliver(request, session, call)
+                await self._record_delivery(request, session, call)
         # One example is enough: later forks of a session mostly have the same cause.
         for text in session.fork_texts[:1]:
             change_text = "an agent changed the history that it sent before, so a new sequence begins"
@@ -95,15 +95,15 @@ class AnswerSender:
                 await response.write(event)
             await response.write(reply.end)
             await response.write_eof()
-            await self._deliver(request, session, call)
+            await self._record_delivery(request, session, call)
         except RequestError as error:
             await response.write(reply.error_event(error))
             await response.write(reply.end)
             await response.write_eof()
         return response
 
-    async def _deliver(self, request: web.Request, session: Session, call: ModelCallUnderWay) -> None:
-        """Record an answer as delivered. Withdraw it if the client is gone or later turns out not to have read it.
+    async def _record_delivery(self, request: web.Request, session: Session, call: ModelCallUnderWay) -> None:
+        """Record an answer as delivered. Undo the record if the client is gone or, as found later, did not read it.
 
         Raises ConnectionResetError if the client is gone.
         """

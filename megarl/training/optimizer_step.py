@@ -33,7 +33,10 @@ class OptimizerStep:
         self.skipped_in_a_row = 0
 
     def step_or_skip(self, role: Role, rows: Sequence[Mapping[str | Signal, Metric]], limits: UpdateLimits) -> Update:
-        """Step schedule and optimizer, or skip the update. A collective. `rows` has each row's metrics."""
+        """Step the schedule, and the optimizer unless the update is empty, not finite or above a limit. A collective.
+
+        `rows` has each row's metrics.
+        """
         # The schedule advances for skipped updates too, so it ends with the last update.
         self._schedule.step(increment=1)
         learning_rate = self._optimizer.param_groups[0]["lr"]

@@ -276,7 +276,7 @@ class TrainingEngine(ModelShard):
 
     @contextmanager
     def _gradient_passes(self, rows: Sequence[TokenBatch], objective: Callable[..., Any]) -> Iterator[dict[str, Any]]:
-        """Yield the schedule's arguments for forward and backward passes, which run within this context."""
+        """Yield the arguments of Megatron's schedule for passes, which run within this context."""
         for part in self.engine_parts:
             part.prepare_update(rows)
         with self._update_context(), torch.enable_grad(), span("forward and backward"):

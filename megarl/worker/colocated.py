@@ -74,9 +74,10 @@ class Worker(TrainerWorker):
         budget_seconds: float,
         leave_after: int | None,
     ) -> list[Completion]:
-        """Sample for a while, and return the finished completions. Only for the first rank of a vLLM group.
+        """Sample, and return the finished completions. Only for the first rank of a vLLM group.
 
-        `requests_and_aborts` is (new requests, ids to abort).
+        `requests_and_aborts` is (new requests, ids to abort). Returns after `budget_seconds` or `leave_after`
+        completions.
         """
         assert self.engine is not None
         return self.engine.advance(*requests_and_aborts, budget_seconds, leave_after=leave_after)

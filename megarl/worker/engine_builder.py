@@ -37,7 +37,7 @@ def build_engine(
         seed=recipe.seed,
         override=recipe.model.override_config,
         features=EngineFeatures(
-            keep_experts=replayed_experts[0].stored.store if replayed_experts else None,
+            store_experts=replayed_experts[0].stored.store if replayed_experts else None,
             adapter=recipe.lora if recipe.sends_adapter else None,
             num_slots=num_slots,
             trains_drafter=recipe.trains_drafter,

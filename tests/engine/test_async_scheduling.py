@@ -54,7 +54,7 @@ class Bench:
             max_model_len=CONTEXT,
             dtype="float32",
             seed=3,
-            features=EngineFeatures(keep_experts=self._keep),
+            features=EngineFeatures(store_experts=self._keep),
         )
         self._weights = load_file(f"{model_path}/model.safetensors")
         self.engine.model.load_weights(self._weights.items())  # pyright: ignore[reportCallIssue]

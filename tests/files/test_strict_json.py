@@ -20,6 +20,8 @@ from megarl.files.strict_json import LARGE, MAX_DEPTH, MEDIUM, SMALL, count_valu
         (rb'"\\ud800"', "\\ud800"),
         (b"[" * MAX_DEPTH + b"]" * MAX_DEPTH, None),
         (b"[" + b"[]," * 500 + b"[]]", [[]] * 501),
+        # Exponents beyond the limits of `Decimal`.
+        (b"[1e-9999999999999999999999, 0e9999999999999999999999]", [0.0, 0.0]),
     ],
 )
 def test_sound_texts(content: bytes, value: object) -> None:

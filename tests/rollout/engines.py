@@ -60,7 +60,7 @@ class Engines:
             max_model_len=CONTEXT_TOKENS,
             dtype="float32",
             seed=3,
-            features=EngineFeatures(keep_experts=self._keep_experts),
+            features=EngineFeatures(store_experts=self._keep_experts),
         )
         self._weights = load_file(f"{model_path}/model.safetensors")
         self.engine.model.load_weights(self._weights.items())

@@ -70,7 +70,8 @@ class Diagnosis:
     async def end_if_stopped(self, fault: str, patience_seconds: float) -> None:
         """End the group if a living rank is stopped (by SIGSTOP, for example). The error says `fault`.
 
-        An agent without an answer within `patience_seconds` counts as stopped, with all its ranks.
+        An agent without an answer within `patience_seconds` (limited to `STACKS_SECONDS` up to a minute) counts as
+        stopped, with all its ranks.
         """
         if self._end.has_begun:
             return

@@ -276,7 +276,7 @@ async def _return_start_error(group_start: Coroutine[Any, Any, _Started]) -> _St
 
 async def _start_together(starts: Sequence[Coroutine[Any, Any, _Started]]) -> list[_Started]:
     """Start groups concurrently. If one fails, close the others and raise its error."""
-    start_tasks = [asyncio.ensure_future(start_task) for start_task in starts]
+    start_tasks = [asyncio.ensure_future(group_start) for group_start in starts]
     try:
         return await asyncio.gather(*start_tasks)
     except BaseException:

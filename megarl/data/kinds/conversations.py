@@ -168,7 +168,8 @@ def encode_with_assistant_mask(
     messages with `weight` 0. `tools` are JSON schemas of the tools that the assistant may call.
 
     Prompt and turn are encoded separately, as in sampling, so no token spans their border. The prompt is the text of
-    the earlier messages with a generation prompt.
+    the earlier messages with a generation prompt. White space after the end of a turn (a newline in ChatML) belongs to
+    the next prompt.
 
     Some templates render a message differently once more messages follow, for example without its reasoning. Then a new
     sequence begins. Sequences without a turn to train are left out.

@@ -96,6 +96,7 @@ def cut_after_turn(
     `next_message` is the conversation's message after it, if any.
     White space, an end of the text, and the next turn's opening are cut off. If only the next message ends the turn, as
     in GLM's templates, its first token is added.
+
     Raises ValueError if the template ends no turn with a special token.
     """
     end_pattern = _turn_end_pattern(tokenizer, str(tokenizer.chat_template))

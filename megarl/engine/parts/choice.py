@@ -21,7 +21,7 @@ from megarl.engine.parts.exact_rounding import ExactRounding  # noqa: E402
 from megarl.engine.parts.quantised_values import QuantisedCache, QuantisedWeights  # noqa: E402
 from megarl.engine.parts.retained_kv import RetainedKV  # noqa: E402
 from megarl.engine.parts.retained_tokens import RetainedTokens  # noqa: E402
-from megarl.engine.parts.routed_experts import KeepExperts, RoutedExperts  # noqa: E402
+from megarl.engine.parts.routed_experts import RoutedExperts, StoreExperts  # noqa: E402
 from megarl.engine.parts.served_adapters import ServedAdapters  # noqa: E402
 from megarl.engine.parts.trained_adapter import TrainedAdapter  # noqa: E402
 
@@ -30,7 +30,7 @@ from megarl.engine.parts.trained_adapter import TrainedAdapter  # noqa: E402
 class EngineFeatures:
     """Features of an engine outside the recipe's section `rollout`."""
 
-    keep_experts: KeepExperts | None = None
+    store_experts: StoreExperts | None = None
     """Stores a completion's routed experts; None: they are not stored."""
     adapter: LoraConfig | None = None
     """The trained LoRA adapter, used by all requests."""
@@ -57,8 +57,8 @@ def build_parts(
         yield ExactRounding(features.exact_blocks)
     if config.sampling.is_truncated:
         yield RetainedTokens(config.async_scheduling)
-    if features.keep_experts is not None:
-        yield RoutedExperts(features.keep_experts)
+    if features.store_experts is not None:
+        yield RoutedExperts(features.store_experts)
     speculative_config = config.vllm.get("speculative_config")
     if speculative_config is not None and drafter_folder(speculative_config) is not None:
         yield (TrainedDrafts if features.trains_drafter else FrozenDrafts)(speculative_config)

@@ -13,14 +13,14 @@ from megarl.data.prefixes import digests
 from megarl.engine.parts.engine_part import EnginePart
 from megarl.types import Completion, ExpertsHandle
 
-KeepExperts = Callable[[NDArray[np.integer]], ExpertsHandle]
+StoreExperts = Callable[[NDArray[np.integer]], ExpertsHandle]
 """Stores the experts [tokens, layers, top_k] of a completion, and returns their handle."""
 
 
 class RoutedExperts(EnginePart):
     """Part that stores the experts of each completion, if vLLM returns them (`enable_return_routed_experts`)."""
 
-    def __init__(self, store: KeepExperts) -> None:
+    def __init__(self, store: StoreExperts) -> None:
         self._store = store
 
     def extend_completion(self, completion: Completion, output: Any) -> Completion:

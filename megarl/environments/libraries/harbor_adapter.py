@@ -303,7 +303,7 @@ class Library:
     async def stop_environment(self, trial_name, settings, session_id, description):
         """Stop an environment that another process started. Its containers have the session's id.
 
-        `description` come from `describe_environment`: the environment of a verifier has other files than the task's.
+        `description` comes from `describe_environment`: the environment of a verifier has other files than the task's.
         """
         extra_files = {"extra_docker_compose": description["extra_docker_compose"]}
         config = self.configs.EnvironmentConfig.model_validate(settings | extra_files)

@@ -48,8 +48,8 @@ def make_child_settings(
 ) -> ServerSettings:
     """Return the settings of a child process: `child.py` with the adapter of `library`, run by `python`.
 
-    The adapter gets `settings`. `memory_gib` limits the address space. Forks get `end_seconds` to stop what they have
-    started, also after the end of this process.
+    The adapter gets `settings`. `memory_gib` limits the address space; None: no limit. Forks get `end_seconds` to stop
+    what they have started, also after the end of this process.
     """
     return ServerSettings(
         (python, str(_SCRIPT), library),

@@ -284,7 +284,7 @@ class _Screen:
 
 def _make_metrics_file(evaluation: Evaluation, evaluated_sets: Sequence[EvaluatedSet]) -> dict[str, Any]:
 
-    def list_measures(measures: Mapping[str, Measure]) -> dict[str, Any]:
+    def measures_as_json(measures: Mapping[str, Measure]) -> dict[str, Any]:
         return {name: measure._asdict() for name, measure in measures.items()}
 
     sets = {
@@ -292,8 +292,10 @@ def _make_metrics_file(evaluation: Evaluation, evaluated_sets: Sequence[Evaluate
             "problems": len(evaluated_set.trajectories) // evaluated_set.samples_per_prompt,
             "samples_per_prompt": evaluated_set.samples_per_prompt,
             "temperature": evaluated_set.temperature,
-            "measures": list_measures(evaluated_set.measures),
-            "data_sources": {name: list_measures(measures) for name, measures in evaluated_set.by_data_source.items()},
+            "measures": measures_as_json(evaluated_set.measures),
+            "data_sources": {
+                name: measures_as_json(measures) for name, measures in evaluated_set.by_data_source.items()
+            },
         }
         for evaluated_set in evaluated_sets
     }

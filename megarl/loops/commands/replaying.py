@@ -139,10 +139,9 @@ def prepare(run: Path, step: int, overrides: Sequence[str] = (), changes: Sequen
     """Check the inputs of a replay. Starts no process.
 
     A replay executes the steps from the newest checkpoint before `step`, or from the beginning, up to `step`. It uses
-    the recipe recorded at `step`. `overrides` change the recipe for all these steps, usually
-    its parallel sizes. With `changes`, `step` is executed twice from the same state: as in the run, and with these
-    fields changed. Raises ConfigError or DataError for a missing record, a damaged checkpoint, or a field that cannot
-    change.
+    the recipe recorded at `step`. `overrides` change the recipe for all these steps, usually its parallel sizes. With
+    `changes`, `step` is executed twice from the same state: as in the run, and with these fields changed. Raises
+    ConfigError or DataError for a missing record, a damaged checkpoint, or a field that cannot change.
     """
     run_record = RunRecord.open_of_this_version(run)
     checkpoint, steps, recorded_layout = _find_executed_steps(run_record, step)

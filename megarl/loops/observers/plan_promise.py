@@ -40,19 +40,19 @@ class PlanPromise(StepObserver):
         self._recipe, self._tracker = recipe, tracker
         self._planned_gib = {phase: num_bytes / 2**30 for phase, num_bytes in predicted_memory.items()}
         self._planned_seconds: Mapping[str, float] = {}
-        self._has_measured = False
+        self._is_past_first_step = False
 
     async def begin_run(self) -> None:
         if (seconds := recipe_seconds(self._recipe)) is not None:
             self._planned_seconds = {name: getattr(seconds, name) for name in ("step", *_PHASES)}
 
     async def observe_measured(self, step: Step) -> None:
-        """Add a step's metrics, and report when memory or seconds first exceed the plan."""
+        """Compare a step's memory and seconds with the plan in its metrics, and report when one first exceeds it."""
         self._compare_memory(step)
         # The first step of a start compiles kernels and fills caches.
-        if self._planned_seconds and self._has_measured:
+        if self._planned_seconds and self._is_past_first_step:
             self._compare_seconds(step)
-        self._has_measured = True
+        self._is_past_first_step = True
 
     def _compare_memory(self, step: Step) -> None:
         """Log the largest ratio of measured to planned memory among the phases. Warn once if it is too large."""

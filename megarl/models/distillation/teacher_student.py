@@ -112,10 +112,10 @@ class TeacherModel(TargetModel):
 class TeacherTargets(NamedTuple):
     """Distillation targets of one teacher, for some of a row's positions on this rank.
 
-    Shapes: positions int64 [target tokens], contents uint8 [target tokens, bytes of a target].
+    Shapes: indices int64 [target tokens] among the rank's tokens, contents uint8 [target tokens, bytes of a target].
     """
 
-    positions: Tensor
+    indices: Tensor
     contents: Tensor
     num_local_tokens: int
     """The teacher's tokens in this rank's part of the policy's vocabulary. They come first in the part."""
@@ -152,8 +152,8 @@ class StudentModel(TargetModel):
         all_targets, self._targets = self._targets, ()
         for targets in all_targets:
             compare = self._top_k_divergence if targets.head is None else self._full_vocabulary_divergence
-            states = row.states_at(hidden, targets.positions)
-            divergences = divergences.index_add(0, targets.positions, compare(states, weight, targets))
+            states = row.states_at(hidden, targets.indices)
+            divergences = divergences.index_add(0, targets.indices, compare(states, weight, targets))
         return torch.stack([logprobs, entropies, divergences])
 
     def _full_vocabulary_divergence(self, hidden: Tensor, weight: Tensor, targets: TeacherTargets) -> Tensor:

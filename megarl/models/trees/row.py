@@ -67,8 +67,8 @@ class TreeRow(PackedRow):
         """Copy values [values, stored tokens] to each token of the sequences."""
         return gather_entries(values, self.tree.stored_of, dim=1)
 
-    def states_at(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        return gather_entries(hidden, self.tree.stored_of[positions])
+    def states_at(self, hidden: Tensor, indices: Tensor) -> Tensor:
+        return gather_entries(hidden, self.tree.stored_of[indices])
 
 
 @dataclass(frozen=True, slots=True)

@@ -313,7 +313,8 @@ def _linear_attention_bytes(
 ) -> float:
     """Return the bytes saved by linear attention.
 
-    A rank has all tokens of some heads. Counted are some tokens of all heads, which are as many numbers.
+    A rank has all tokens of some heads. This function counts some tokens of all heads, which are as many
+    numbers.
     """
     tokens = _count_rank_tokens(parallel, settings) / parallel.tp
     # Attention pads on CPUs only. There the delta rule runs in plain torch, and saves more.
@@ -444,7 +445,10 @@ def _head_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSetti
 
 
 def _draft_layer_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
-    """Return the bytes of a trained draft layer: two norms and their projection, the layer, the head."""
+    """Return the bytes of a trained draft layer: two norms and their projection, the layer, the head.
+
+    With recomputed layers, the draft layer is recomputed while its head's tensors exist.
+    """
     size, tokens = settings.itemsize, _count_rank_tokens(parallel, settings) / _count_sequence_parts(parallel, settings)
     draft_layer_bytes = layer_bytes(shape, parallel, settings, shape.draft_layer_kind)
     # Both norms' outputs are copied into one tensor, the input of the projection.

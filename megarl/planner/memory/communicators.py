@@ -109,6 +109,7 @@ def _list_norm_communicators(
     parallel: ParallelConfig, *, has_experts: bool, is_distributed: bool
 ) -> Iterator[Communicator]:
     """Yield the groups that sum the gradient's norm."""
+    # With a distributed optimizer, each rank has a part of the gradient.
     if is_distributed:
         yield Communicator("gradient norm", parallel.world_size)
         return

@@ -20,8 +20,8 @@ def drafter_bytes(shape: DrafterShape, settings: PassSettings, *, num_steps: int
     query_channels, key_channels = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     # Three states, the policy's last state, embedding, projection and the layer's inputs. Two norms also save float32.
     bytes_per_token = (3 + 1 + 1 + 1 + 2) * hidden * size + 2 * hidden * _FLOAT32 + 2 * key_channels * size
-    # Per step: the layer's inputs and four hidden states; four states in float32 for the norms; queries, keys and
-    # values; four activations of the feed-forward layer.
+    # Per step: the layer's inputs and four hidden states; four states in float32 for the norms; queries, keys,
+    # values and attention's output; four activations of the feed-forward layer.
     layer_bytes_per_token = (
         (2 + 4) * hidden * size
         + 4 * hidden * _FLOAT32

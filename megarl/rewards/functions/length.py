@@ -45,7 +45,9 @@ def target_of(record: Mapping[str, Any], target: int | None, field: str | None) 
             "set either kwargs.target (tokens) or kwargs.field (the record's field with the target), not both"
         )
     if field is not None and field not in record:
-        raise ValueError(f"the record has no field {field!r} with its target length (kwargs.field)")
+        raise ValueError(
+            f"the record has no field {field!r} with its target length; name another field in kwargs.field"
+        )
     value = target if field is None else record[field]
     # A whole number may be a float: a column of numbers with gaps is read as floats.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value < 1e9 or value != int(value):

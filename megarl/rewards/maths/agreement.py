@@ -119,7 +119,7 @@ def _compare_formulas(prediction: str, answer: str) -> float:
 
 
 def _is_word(tree: Node) -> bool:
-    """Return whether a formula is really a word: capitals (YES equals yes), or a noun with `a`, read as a unit."""
+    """Return whether a formula was a word: capitals (YES), or `a cat`, parsed as the number a with the unit cat."""
     if tree.kind == "quantity":
         return tree.parts[0] == symbol("a")
     return tree.kind == "symbol" and len(tree.value) > 1 and tree.value.isupper()

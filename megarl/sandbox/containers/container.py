@@ -215,7 +215,7 @@ class Container:
     async def stop(self) -> None:
         """End the container, and wait for its end."""
         if self.settings.outlives_host:
-            await self._stop_outliving()
+            await self._stop_keeper()
         if self._process is not None:
             if self._writer is not None and self.settings.kind in COMMAND_LINES:
                 # At the end of the connection the keeper removes the container. A killed keeper would leave this to a
@@ -230,8 +230,8 @@ class Container:
         if self._reading_task is not None:
             await self._reading_task
 
-    async def _stop_outliving(self) -> None:
-        """Ask the keeper to end, and wait for its supervisor. Kill the supervisor if it does not end in time."""
+    async def _stop_keeper(self) -> None:
+        """Ask the keeper, which outlives this process, to end. Kill its supervisor if it does not end in time."""
         if self._writer is not None:
             self._send({"do": "stop"})
             self._writer.write_eof()

@@ -70,7 +70,8 @@ class Models(RequestHandlers):
         """
         if body.weights_access_token is not None:
             raise UserError(
-                "weights_access_token: is not supported; leave it out, and use the key that saved the checkpoint"
+                "weights_access_token: is not supported; leave it out, and connect with the API key that saved the "
+                "checkpoint"
             )
         folder, record = self._checkpoints.find_checkpoint(body.path, session.owner)
         if body.base_model is not None:
@@ -175,7 +176,7 @@ class Models(RequestHandlers):
                 await self._trainer.forget(models=[model_id], versions=[])
                 raise UserError(f"session_id = {session.session_id}: ended before its model was made; begin a session")
             model = session.models[model_id] = Model(model_id, self._clock(), metadata)
-            self._ledger.open_model(model_id, session.owner, model.note_skipped)
+            self._ledger.open_model(model_id, session.owner, model.record_skipped)
             return reply
 
         return self._ledger.submit_unordered(

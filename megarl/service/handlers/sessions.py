@@ -32,7 +32,7 @@ class Model:
     moving_weights: Weights | None = None
     """Weights of the sampling sessions that follow the model, from its last save for them."""
 
-    def note_skipped(self, reason: str) -> None:
+    def record_skipped(self, reason: str) -> None:
         """Let the next step fail: the gradients of a skipped request are missing."""
         self.failure = reason
 

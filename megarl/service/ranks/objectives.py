@@ -13,24 +13,24 @@ from megarl.training.objective import compute_sequence_loss
 from megarl.training.rows.microbatch import Microbatch
 
 Measured = tuple[Tensor, Microbatch]
-"""Log-probs and losses of a row's tokens, float32 [2, places] without gradient, and the row."""
+"""Log-probs and losses of a row's tokens, float32 [2, own tokens] without gradient, and the row."""
 TokenLoss = Callable[[Tensor, Microbatch], Tensor]
-"""Function from log-probs [places] and their row to each token's loss [places]."""
+"""Function from log-probs [own tokens] and their row to each token's loss [own tokens]."""
 
 
 def cross_entropy(logprobs: Tensor, batch: Microbatch) -> Tensor:
-    """Return minus weight times log-prob, [places]. `logprobs` are [places]."""
+    """Return minus weight times log-prob, [own tokens]. `logprobs` are [own tokens]."""
     return -batch.per_token["token_weights"] * logprobs
 
 
 def policy_loss(logprobs: Tensor, batch: Microbatch, *, name: str, settings: Mapping[str, float]) -> Tensor:
-    """Return a loss of `algorithms.policy_losses`, [places]. `logprobs` [places] are the policy's."""
+    """Return a loss of `algorithms.policy_losses`, [own tokens]. `logprobs` [own tokens] are the policy's."""
     loss, _ = POLICY_LOSSES[name](logprobs, *_old_logprobs_and_advantages(batch), **settings)
     return loss
 
 
 def compute_gspo_loss(logprobs: Tensor, batch: Microbatch, *, settings: Mapping[str, float]) -> Tensor:
-    """Return GSPO's loss, [places]. Each sequence has one ratio, over the tokens in the row's mask."""
+    """Return GSPO's loss, [own tokens]. Each sequence has one ratio, over the tokens in the row's mask."""
     # A context-parallel rank has a part of a sequence, but the ratio needs the whole sequence.
     loss, _ = compute_sequence_loss(gspo, (logprobs, *_old_logprobs_and_advantages(batch)), batch, dict(settings))
     return loss

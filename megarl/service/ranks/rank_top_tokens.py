@@ -46,6 +46,9 @@ class TopTokensHead:
 
 
 def select_scores(output: Tensor, batch: Microbatch, non_loss_data: bool, *, count: int) -> tuple[Tensor, Microbatch]:
-    """Return log-probs, and ids and log-probs of the `count` most likely tokens: float32 [1 + 2 * count, places]."""
+    """Return log-probs, and ids and log-probs of the `count` most likely tokens.
+
+    The output is float32 [1 + 2 * count, own tokens].
+    """
     # The second row has entropies. Rows of other extra heads may stand before those of the most likely tokens.
     return torch.cat([output[:1], output[len(output) - 2 * count :]]), batch

@@ -184,9 +184,7 @@ class TargetFetcher(RowFeed):
             )
             if dist.get_world_size(group) > 1:
                 dist.broadcast(contents, group=group, group_src=0)
-            completed.append(
-                targets._replace(positions=targets.positions.to(self._device), contents=contents, head=head)
-            )
+            completed.append(targets._replace(indices=targets.indices.to(self._device), contents=contents, head=head))
         return completed
 
     def release(self) -> None:

@@ -63,7 +63,7 @@ class Microbatch:
         )
 
     def represented_tokens(self) -> NDArray[np.int64]:
-        """Return the index in the padded row of each token in this rank's layers, padding included: [places]."""
+        """Return the index in the padded row of each token in this rank's layers, padding included: [own tokens]."""
         assert self.row.host_local is not None
         return self.row.host_local
 

@@ -49,7 +49,7 @@ class TreeMicrobatch(Microbatch):
         )
 
     def represented_tokens(self) -> NDArray[np.int64]:
-        """Return, for each token stored on this rank, its index in the row of separate sequences: [places].
+        """Return, for each token stored on this rank, its index in the row of separate sequences: [own tokens].
 
         If several sequences share a stored token, it is the index in the last of them. Padding has -1.
         """
