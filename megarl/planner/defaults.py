@@ -23,7 +23,7 @@ from megarl.planner.memory.devices import MARGIN_GIB
 from megarl.planner.memory.memory_table import Phase
 from megarl.planner.memory.models import Models, PlannedModel
 from megarl.planner.predictions import models_of, planned_models
-from megarl.planner.recovery import leaves_recovery_open, recovery_defaults, with_recovery
+from megarl.planner.recovery import can_choose_recovery, recovery_defaults, with_recovery
 from megarl.planner.rows import forward_row_tokens
 from megarl.planner.savings import offloads, recomputations
 from megarl.planner.search import Change, Choice, Move, list_choices, search, with_field_values
@@ -50,7 +50,7 @@ def with_memory_defaults(recipe: Recipe, *, is_start: bool = False, is_trained: 
     needs_rows = is_trained and trainer.max_tokens_per_forward is None
     needs_savings = is_trained and not (_sets_field(recipe, _OFFLOAD) and _sets_field(recipe, _RECOMPUTE))
     needs_logits = is_trained and trainer.keep_logits is None
-    needs_recovery = is_trained and leaves_recovery_open(recipe)
+    needs_recovery = is_trained and can_choose_recovery(recipe)
     needs_any = needs_cache or needs_rows or needs_savings or needs_logits or needs_recovery
     if not needs_any or (is_start and ranks_on_cpu(recipe)):
         return recipe

@@ -21,8 +21,8 @@ Steps with sampling take tens of seconds, so each step is copied.
 """
 
 
-def leaves_recovery_open(recipe: Recipe) -> bool:
-    """Return whether a recovery is possible, and the recipe leaves out cluster.recover or checkpoint.replicate.
+def can_choose_recovery(recipe: Recipe) -> bool:
+    """Return whether megarl may choose cluster.recover or checkpoint.replicate: the recipe leaves one out, and trains.
 
     False unless the run uses this machine's GPUs: the host memory of other nodes is unknown.
     """

@@ -65,8 +65,8 @@ async def _collect_reports(
     # Usually the rank with LOCAL_RANK 0 inspects its node. After a resize a node may have no such rank: its first rank
     # does it.
     nodes_with_rank_0 = {node for node, local in zip(nodes, ranks.local_ranks, strict=True) if local == 0}
-    inspecting_ranks = [nodes.index(node) for node in dict.fromkeys(nodes) if node not in nodes_with_rank_0]
-    reports = await ranks.call_with_first_rank("inspect_node", models, str(run_folder), inspecting_ranks)
+    substitute_ranks = [nodes.index(node) for node in dict.fromkeys(nodes) if node not in nodes_with_rank_0]
+    reports = await ranks.call_with_first_rank("inspect_node", models, str(run_folder), substitute_ranks)
     return join_reports(nodes, reports)
 
 

@@ -34,15 +34,15 @@ class NodeReport:
         self._server: socket.socket | None = None
 
     def inspect_node(
-        self, models: Sequence[str], run_folder: str, inspecting_ranks: Collection[int] = (), first_rank: int = 0
+        self, models: Sequence[str], run_folder: str, substitute_ranks: Collection[int] = (), first_rank: int = 0
     ) -> dict[str, Any] | None:
         """Inspect this rank's node, and return the report as plain data. Return None if another rank inspects the node.
 
-        Usually the rank with LOCAL_RANK 0 inspects its node. `inspecting_ranks` (numbers in the run) do it on nodes
+        Usually the rank with LOCAL_RANK 0 inspects its node. `substitute_ranks` (numbers in the run) do it on nodes
         without such a rank, after a resize. `first_rank` is the number of this group's first rank in the run. The
         report's `port` is a TCP port for connection tests by other nodes, open until `close`.
         """
-        if os.environ["LOCAL_RANK"] != "0" and first_rank + self._rank not in inspecting_ranks:
+        if os.environ["LOCAL_RANK"] != "0" and first_rank + self._rank not in substitute_ranks:
             return None
         run_path, has_cuda = Path(run_folder), device.current().type == "cuda"
         self._server = socket.create_server(("", 0), backlog=4096)

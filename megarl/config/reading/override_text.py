@@ -1,4 +1,4 @@
-"""Overrides of a recipe written by a program: `trainer.tp=4`, with values that YAML reads unchanged."""
+"""Overrides that a program writes for a recipe (`trainer.tp=4`). YAML reads their values back as they were."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def added_fields(config: Mapping[str, Any], stored_names: StoredNames) -> Mappin
 
 
 def read(config: Mapping[str, Any]) -> Parts:
-    """Return the model's parts. Raises DataError if transformers and vLLM would read other dense layers."""
+    """Return the model's parts. Raises DataError if transformers and vLLM would take other layers as dense."""
     parts = deepseek_v3.read_latent(config)
     # `parts.kinds` is empty if all layers have experts.
     kinds = ["sparse" if kind.has_experts else "dense" for kind in parts.kinds]

@@ -27,7 +27,7 @@ WINDOW = 5
 FEWEST = 3
 """Minimum steps to report the bottleneck. The first step never counts, because it includes one-time work."""
 MARGIN = 0.1
-"""Minimum difference of idle shares. The trainer is the bottleneck if the engines' share is larger, and vice versa."""
+"""A side is the bottleneck if the other side's idle share is larger by at least this."""
 
 
 class Balance:

@@ -289,7 +289,7 @@ def _refuse_changed_drafter(driver_state: Mapping[str, Any], recipe: Recipe, inp
     if parts:
         drafter_before = saved_value(driver_state["recipe"], _DRAFTER_FIELD)
         raise ConfigError(
-            f"{_DRAFTER_FIELD} = {recipe.drafter}: {' and '.join(parts)} of this drafter differ from those of the "
-            f"drafter whose training the checkpoint continues (then: {drafter_before}). "
+            f"{_DRAFTER_FIELD} = {recipe.drafter}: this drafter's {' and '.join(parts)} differ from those of the "
+            f"checkpoint's drafter, {drafter_before}. "
             "Restore that drafter's files, choose another name=NAME, or start over with --restart"
         )

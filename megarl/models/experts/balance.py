@@ -248,7 +248,7 @@ class ExpertBalance:
     def metrics(self, num_stages: int, device: torch.device) -> dict[str, float]:
         """Return the update's losses by metric name, averaged over layers. A collective over all ranks."""
         names = sorted(self._losses)
-        # All ranks of a stage have the same layers and each a part of the tokens. A rank counts this part of a layer.
+        # All ranks of a stage have the same layers. Each counts a layer as 1 / ranks_per_stage.
         ranks_per_stage = dist.get_world_size() // num_stages
         totals = torch.zeros(len(names) + 1, dtype=torch.float64, device=device)
         for router in self._routers:

@@ -106,7 +106,7 @@ class RowComparer(Recorder):
         self._modules = {name: module for module in quantised for name in module.shapes}
         self._dtype, self._random = dtype, random.Random(seed)
         self._names: dict[int, str] = {}
-        """Storage address -> name of the folder's tensor from which the loader may have computed the storage."""
+        """Address of a parameter's storage -> name of the folder's tensor from which the loader probably filled it."""
         self._mapped: list[Tensor] = []
 
     def folder_tensors(self, names: Iterable[str], tensor_of: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:

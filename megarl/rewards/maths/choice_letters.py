@@ -20,9 +20,9 @@ _WITH_TEXT = re.compile(
     r"(?![\^_+*/=!']|\\(?:cdot|times|div|over|pm|mp|cup|cap|setminus|to|in|le|ge|ne|equiv|approx|mid)(?![A-Za-z]))(\S.*)",
     re.DOTALL,
 )
-"""Matches a choice's letter with a mark and a blank, followed by the choice's text.
+"""Matches a choice's letter, its punctuation and a space, before the choice's text: `A. red`, `(A) red`.
 
-It does not match a formula like `(N) (N-1)`. After a bracket without a blank only a plain number or a word may follow:
+It does not match a formula like `(N) (N-1)`. Without the space only a plain number or a word may follow a bracket:
 `(C)12`, `(C)blue`.
 """
 ALSO_RIGHT = (

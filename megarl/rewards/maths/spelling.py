@@ -221,8 +221,8 @@ def _without_braces_of_single(match: re.Match[str]) -> str:
 def is_same_text(first: str, second: str) -> bool:
     """Return whether two normalised answers that are not mathematics are the same text.
 
-    Words are compared without case, single letters with case. Only braces around an index, an exponent or a command's
-    argument count.
+    Words are compared without case, single letters with case. Braces are ignored, except around an index, an
+    exponent or a command's argument.
     """
     return _simplify_words(first) == _simplify_words(second)
 

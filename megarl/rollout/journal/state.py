@@ -260,7 +260,7 @@ class JournalState:
     def _apply_asked(self, record: Mapping[str, Any]) -> None:
         agent_try = self.tries[record["try"]]
         if read_count(record["number"]) < 1 or not all(isinstance(message, dict) for message in record["messages"]):
-            raise ValueError("a request has no number, or a message that is not an object")
+            raise ValueError("a request lacks its id, or its message is not an object")
         if self._used_from is not None and agent_try.opened is not None:
             agent_try.asked[str(record["request"])] = record
 

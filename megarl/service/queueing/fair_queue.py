@@ -74,8 +74,8 @@ class FairQueue(Generic[Item]):
     def refund(self, tenant: Hashable, tokens: int) -> None:
         """Return unused `tokens` of a popped item to its tenant, if it has waiting items.
 
-        At most the tokens paid while other tenants waited are refunded: tokens refunded to a tenant alone would later
-        keep the others waiting.
+        Refunds only tokens paid while other tenants waited. Otherwise a tenant that was alone would save up tokens, and
+        later keep the others waiting.
         """
         if (backlog := self._backlogs.get(tenant)) is not None:
             refunded_tokens = min(tokens, backlog.paid)

@@ -38,7 +38,7 @@ class Signal:
 
     metric: str
     is_loss: bool = False
-    """Whether it is a minimised loss. An update with a loss that is not finite is skipped."""
+    """Whether the update minimises this metric. If such a loss is not finite, the update is skipped."""
 
 
 LOSS = Signal("train/loss", is_loss=True)

@@ -102,7 +102,7 @@ def trained_parameters(engine: TrainingEngine) -> list[Tensor]:
 
 
 def _live_tensors(engine: TrainingEngine) -> Iterator[Tensor]:
-    """Yield trained weights, gradient buffers and the optimizer's main weights, each memory once."""
+    """Yield trained weights, gradient buffers and the optimizer's main weights. Shared memory comes once."""
     addresses: set[int] = set()
     main_weights = [
         parameter for inner_optimizer in _inner_optimizers(engine) for parameter in _parameters(inner_optimizer)

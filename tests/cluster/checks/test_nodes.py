@@ -254,9 +254,9 @@ def test_a_node_looks_around_and_tries_to_reach_others(tmp_path: Path, monkeypat
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert NodeReport(1, 2).inspect_node([], str(tmp_path)) is None
     # Numbers in the run: this group begins with rank 4.
-    assert NodeReport(1, 2).inspect_node([], str(tmp_path), inspecting_ranks=[3], first_rank=4) is None
+    assert NodeReport(1, 2).inspect_node([], str(tmp_path), substitute_ranks=[3], first_rank=4) is None
     report = NodeReport(1, 2)
-    assert report.inspect_node([], str(tmp_path), inspecting_ranks=[5], first_rank=4) is not None
+    assert report.inspect_node([], str(tmp_path), substitute_ranks=[5], first_rank=4) is not None
     report.close()
 
 

@@ -529,9 +529,9 @@ def _drop_maps(drafter: Path) -> None:
 
 
 CHANGED_DRAFTERS = {
-    "config": (_change_config, "config.json of this drafter differ"),
-    "map": (_change_map, "tensor d2t of this drafter differ"),
-    "no maps": (_drop_maps, "tensor d2t and tensor t2d of this drafter differ"),
+    "config": (_change_config, "this drafter's config.json differ"),
+    "map": (_change_map, "this drafter's tensor d2t differ"),
+    "no maps": (_drop_maps, "this drafter's tensor d2t and tensor t2d differ"),
 }
 
 

@@ -155,7 +155,7 @@ class Commands(Cursor):
             or index_equation.kind != "relation"
             or index_equation.value != ("=",)
         ):
-            raise NotMathematicsError(f"the {name} has no index with a first and a last value")
+            raise NotMathematicsError(f"the {name} is written without the limits of its index")
         index, low = index_equation.parts
         # An index called i or e is not the constant.
         if index.kind != "symbol" and index not in (Node("constant", (), "i"), Node("constant", (), "e")):
