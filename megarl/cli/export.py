@@ -53,7 +53,9 @@ def export(
     if step is not None and best:
         raise ConfigError("--step and --best: give one of them; --step takes a checkpoint, --best takes RUN/hf_best")
     if out is not None and step is None:
-        raise ConfigError(f"--out {out}: has an effect with --step only; copy the folder {run / 'hf'} instead")
+        raise ConfigError(
+            f"--out {out}: works with --step only. Without it, the result is in {run / 'hf'}: copy that folder"
+        )
     if private and push_to_hub is None:
         raise ConfigError("--private: has an effect with --push-to-hub only; leave it out")
     if push_to_hub is not None:

@@ -32,7 +32,7 @@ class BalancedRows(NamedTuple):
     """Sets of sequences grouped into rows. All ranks process one row after the other."""
 
     rows: list[Bins]
-    """[rows][num_ranks][sets]: the sets of each microbatch."""
+    """Indices of the sets by row, then by rank: [rows][num_ranks][sets]."""
     makespan: float
     """Sum of the rows' maximum costs: the time of a rank in units of cost."""
 

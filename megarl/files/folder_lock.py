@@ -239,7 +239,7 @@ class FolderLock:
         )
 
     def _remove_older_files(self, newest_number: int) -> None:
-        """Remove the files of earlier owners, and clock files of killed takers."""
+        """Remove the files of earlier owners, and `.clock-` files of processes killed while they took the folder."""
         for path in list(self._home.iterdir()):
             is_older = _OWNER_FILE_NAME.fullmatch(path.name) is not None and int(path.name) < newest_number
             if is_older or (path.name.startswith(".clock-") and _seconds_since_touch(path) > DEAD_SECONDS):

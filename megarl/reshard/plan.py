@@ -222,7 +222,7 @@ class Plan:
         return self._source_ranks[cache_key]
 
     def _list_copies(self, rank: int, overlap: Overlap, rotation: int, num_slices: int) -> list[list[_Copies]]:
-        """Return a rank's copies of one tensor by slice; empty: none."""
+        """Return the copies that a rank makes of one tensor, one for each slice. Empty: it makes none."""
         slices: list[list[_Copies]] = [[] for _ in range(num_slices)]
         for index, flow in overlap.flows_of_rank(rank):
             takers, sources = np.asarray(flow.takers), self.choose_sources(flow.holders, flow.takers, rotation + index)

@@ -90,7 +90,9 @@ def find_origin(
 
 
 def begin_from_copy(origin: Origin, recipe: Recipe, folder: RunFolder) -> Origin:
-    """Register a new start of the run from copies of its state in memory, and return their origin.
+    """Check that recipe and inputs are those of the run, and register a restart from copies of its state in memory.
+
+    Incomplete saves are removed. Returns `origin` unchanged.
 
     Raises MegarlError if the run has started from this step too often. Raises ConfigError, DataError or StorageError as
     `find_origin` does.

@@ -154,8 +154,8 @@ def _make_case(test_input: Any, expected: Any, function: Any) -> Case:
         arguments = tuple(test_input)
     else:
         raise ValueError(
-            f"a test's input for {function} is {test_input!r:.80}; give a list of arguments, or JSON text with one "
-            "a line"
+            f"a test's input for {function} is {test_input!r:.80}; give a list of arguments, or a text with one "
+            "JSON value a line"
         )
     # The expected result may be JSON or plain text. `text` keeps one that may be either.
     text = None

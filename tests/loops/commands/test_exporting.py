@@ -115,7 +115,7 @@ def test_a_checkpoint_without_the_whole_model_is_refused(run: Path, changes: dic
         pytest.param(["export", "runs/sums", "--step", "2", "--push-to-hub", "sums"], 2,
                      "--push-to-hub sums: not a name on the Hub; write OWNER/NAME", id="name"),
         pytest.param(["export", "runs/sums", "--step", "2", "--best"], 2, "--step and --best: give one", id="both"),
-        pytest.param(["export", "runs/sums", "--out", "x"], 2, "--out x: has an effect with --step only", id="out"),
+        pytest.param(["export", "runs/sums", "--out", "x"], 2, "--out x: works with --step only", id="out"),
         pytest.param(["export", "runs/sums", "--private"], 2, "--private: has an effect with", id="private"),
         pytest.param(["export", "runs"], 2, "runs: this is not a run folder", id="no run"),
         pytest.param(["fork", "runs/sums", "--step", "3"], 2, "it has the steps 2, 4", id="fork step"),
