@@ -14,7 +14,7 @@ import io
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from decimal import Decimal
 from pathlib import Path
@@ -90,14 +90,16 @@ def data_files(source: str | Path) -> list[Path]:
     # The folders of tasks hold files of any kind, which are not data.
     if split is None and (tasks := task_files(path)):
         return tasks
+    # Hidden folders hold no data: `hf download --local-dir` puts its records into `.cache`.
+    visible_paths = [
+        inside
+        for inside in sorted(path.rglob("*"))
+        if not any(part.startswith(".") for part in inside.relative_to(path).parts)
+    ]
     files_in_folder = [
         file
-        for file in sorted(path.rglob("*"))
+        for file in visible_paths
         if extension_of(file) in READERS and file.name not in _DESCRIPTIONS and file.is_file()
-    ]
-    # Hidden folders hold no data: `hf download --local-dir` puts its records into `.cache`.
-    files_in_folder = [
-        file for file in files_in_folder if not any(part.startswith(".") for part in file.relative_to(path).parts)
     ]
     files_in_folder = [
         file for file in files_in_folder if not (file.suffix == ".arrow" and file.name.startswith(_GENERATED_FILES))
@@ -121,7 +123,8 @@ def data_files(source: str | Path) -> list[Path]:
             f"{source}: the folder {path} has data files of several kinds, {', '.join(endings)}; give a folder with "
             "one kind"
         )
-    _refuse_unread_files(source, path, split, files_in_folder)
+    unread_files = {file: file.relative_to(path) for file in visible_paths if is_unread_data_file(file)}
+    _refuse_unread_files(source, path, split, unread_files=unread_files, read_files=files_in_folder)
     return files_in_folder
 
 
@@ -130,19 +133,25 @@ def rows_of(path: Path) -> Iterator[Row]:
     yield from READERS.get(extension_of(path), _read_json_lines)(path)
 
 
-def _refuse_unread_files(source: str | Path, folder: Path, split: str | None, read_files: Sequence[Path]) -> None:
+def _refuse_unread_files(
+    source: str | Path,
+    folder: Path,
+    split: str | None,
+    *,
+    unread_files: Mapping[Path, Path],
+    read_files: Sequence[Path],
+) -> None:
     """Raise DataError if the folder holds records in files that megarl cannot read: they would be left out silently.
 
-    With a split, only files of this split count. A compressed copy of a file that is read has no other records.
+    `unread_files` has each such file's path inside the folder. With a split, only files of this split count. A
+    compressed copy of a file that is read has no other records.
     """
-    for file in sorted(folder.rglob("*")):
-        inside = file.relative_to(folder)
-        if not is_unread_data_file(file) or any(part.startswith(".") for part in inside.parts) or not file.is_file():
-            continue
-        if file.with_suffix("") in read_files or (split is not None and split not in _split_words_in_path(inside)):
+    for file, path_in_folder in unread_files.items():
+        is_of_split = split is None or split in _split_words_in_path(path_in_folder)
+        if file.with_suffix("") in read_files or not is_of_split or not file.is_file():
             continue
         raise DataError(
-            f"{source}: the folder {folder} also has {inside}, which is not read; convert it to "
+            f"{source}: the folder {folder} also has {path_in_folder}, which is not read; convert it to "
             f"{extension_of(read_files[0])}, or give a folder without it"
         )
 
