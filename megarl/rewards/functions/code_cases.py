@@ -124,7 +124,8 @@ def _read_row(row: Any, function_name: str | None) -> Case:
     is_call = function_name is not None
     for key in ("testtype", "type"):
         if row.get(key) is not None:
-            if row[key] not in _IS_CALL_BY_TYPE:
+            # A list or an object cannot be a key.
+            if not isinstance(row[key], str) or row[key] not in _IS_CALL_BY_TYPE:
                 raise ValueError(f"a test's {key} is {row[key]!r:.80}; give one of {', '.join(_IS_CALL_BY_TYPE)}")
             is_call = _IS_CALL_BY_TYPE[row[key]]
     if is_call and function_name is None:

@@ -111,6 +111,7 @@ class Command:
         pytest.param([{"input": "1", "output": "1", "testtype": "functional"}], "func_name", id="without a name"),
         pytest.param([{"input": "1", "output": "1", "testtype": "interactive"}], "testtype is", id="unknown testtype"),
         pytest.param([{"input": "1", "output": "1", "type": "checker"}], "type is", id="unknown type"),
+        pytest.param([{"input": "1", "output": "1", "type": ["stdin"]}], "type is", id="a list as type"),
         pytest.param([{"input": "1", "output": "1", "weight": 2}], "'weight' that is not read", id="key of a row"),
         pytest.param(COLUMNS | {"assert_case": ["f()"]}, "'assert_case' that is not read", id="key of columns"),
         pytest.param([{"input": "1", "output": None}], "output is None", id="null"),
